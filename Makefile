@@ -1,0 +1,81 @@
+# Everything runs in .venv, which the first target to need it makes. Needs Python >= 3.11, gcc, make.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+WORKERS ?= 2
+BIN := .venv/bin
+NATIVE_SOURCES := CMakeLists.txt $(wildcard fewbit/native/*.cc fewbit/native/*.h)
+# What pip would put into its isolated build environment; read from pyproject.toml, not repeated.
+BUILD_REQUIRES = $(BIN)/python -c "import tomllib; \
+  print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')"
+SANITIZED := build/sanitized
+
+export FEWBIT_REQUIRE_NATIVE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help .venv .venv-peers demo test test-all test-native bench lint format docs wheel clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+.venv: .venv/.made  ## make or refresh the environment, native part included
+
+# Refreshed in place, so that a changed requirement does not cost a full reinstall.
+# Start over with `rm -rf .venv`.
+.venv/.made: pyproject.toml $(NATIVE_SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BUILD_REQUIRES) > .venv/build-requires.txt
+	$(BIN)/python -m pip install --quiet -r .venv/build-requires.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation \
+	  --config-settings=cmake.define.FEWBIT_WERROR=ON -e '.[dev,flax]'
+	touch $@
+
+# The libraries that results are compared with must not choose the versions that we test with.
+.venv-peers: .venv-peers/.made  ## the environment of the comparisons with other libraries
+
+.venv-peers/.made: pyproject.toml tests/peers/requirements.txt
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
+	touch $@
+
+demo: .venv  ## a small model, quantized
+	$(BIN)/python demo/digits.py
+
+test: .venv  ## the quick tests and the doctests
+	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long"
+
+test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
+	$(BIN)/python tests/run_all.py --workers $(WORKERS)
+
+# A compiled part that is missing fails here instead of being skipped. The second run has every
+# address and every undefined operation of the C++ checked; jaxlib's own leaks are not our subject.
+test-native: .venv  ## the native part, plain and under sanitizers
+	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py
+	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DFEWBIT_WERROR=ON -DFEWBIT_SANITIZE=address,undefined
+	$(BIN)/cmake --build $(SANITIZED)
+	FEWBIT_NATIVE_LIBRARY=$(CURDIR)/$(SANITIZED)/libfewbit_native.so \
+	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 \
+	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py
+
+bench: .venv  ## every measurement in bench/, one after the other
+	@set -e; for script in bench/[a-z]*.py; do \
+	  echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script; done
+
+lint: .venv  ## formatting, lint rules, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv  ## rewrite the sources as `lint` wants them
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: .venv  ## the pages in docs/ and the API from its docstrings, into docs/_site
+	$(BIN)/python docs/build.py
+
+wheel: .venv  ## dist/fewbit-*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+
+clean:  ## build products; the environments stay
+	rm -rf build dist docs/_site .pytest_cache .mypy_cache .ruff_cache .hypothesis

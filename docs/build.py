@@ -1,0 +1,97 @@
+"""Builds docs/_site: the pages of docs/ and one API page per module, from the docstrings.
+
+`make docs` calls this. A module whose framework is not installed is left out, and said to be.
+"""
+
+import html
+import importlib
+import pathlib
+import pkgutil
+import shutil
+
+import markdown2
+import pdoc
+
+DOCS = pathlib.Path(__file__).parent
+SITE = DOCS / "_site"
+MARKDOWN_EXTRAS = ["fenced-code-blocks", "header-ids", "tables"]
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} - fewbit</title>
+<style>
+body {{ max-width: 50rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.6 system-ui; }}
+pre {{ overflow-x: auto; padding: .8rem; background: #f5f5f5; }}
+code {{ font-size: .92em; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border: 1px solid #ccc; padding: .2rem .6rem; text-align: left; }}
+</style>
+</head>
+<body>
+<nav><a href="index.html">fewbit</a> | <a href="api/fewbit.html">API</a></nav>
+{body}
+</body>
+</html>
+"""
+
+
+def importable_modules(package):
+    """(names that import, {name: framework that is missing}) of a package and all below it."""
+    names, missing = [package], {}
+    root = importlib.import_module(package)
+    for found in pkgutil.walk_packages(root.__path__, f"{package}.", onerror=lambda _: None):
+        if found.name.rpartition(".")[2].startswith("_"):
+            continue
+        try:
+            importlib.import_module(found.name)
+            names.append(found.name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] == package:
+                raise
+            missing[found.name] = error.name
+    return names, missing
+
+
+def write_page(source, title):
+    """One Markdown file as an HTML page; links between pages follow."""
+    text = source.read_text(encoding="utf-8").replace(".md)", ".html)")
+    body = markdown2.markdown(text, extras=MARKDOWN_EXTRAS)
+    target = SITE / f"{source.stem}.html"
+    target.write_text(PAGE.format(title=html.escape(title), body=body), encoding="utf-8")
+
+
+def title_of(source):
+    lines = source.read_text(encoding="utf-8").splitlines()
+    first = next((line for line in lines if line.startswith("# ")), source.stem)
+    return first.removeprefix("# ")
+
+
+def main():
+    shutil.rmtree(SITE, ignore_errors=True)
+    SITE.mkdir()
+
+    modules, missing = importable_modules("fewbit")
+    pdoc.render.configure(docformat="google", show_source=True)
+    # Naming a module twice (itself and through its package) documents it once; exclusions name
+    # what pdoc would otherwise try to import on its own.
+    pdoc.pdoc(*modules, *(f"!{name}" for name in missing), output_directory=SITE / "api")
+
+    pages = sorted(DOCS.glob("*.md"))
+    for page in pages:
+        write_page(page, title_of(page))
+    items = "\n".join(
+        f'<li><a href="{page.stem}.html">{html.escape(title_of(page))}</a></li>' for page in pages
+    )
+    body = f'<h1>fewbit</h1><ul>{items}<li><a href="api/fewbit.html">API</a></li></ul>'
+    (SITE / "index.html").write_text(PAGE.format(title="Contents", body=body), encoding="utf-8")
+
+    print(f"{SITE.relative_to(DOCS.parent)}: {len(pages)} pages, {len(modules)} modules")
+    for name, framework in missing.items():
+        print(f"left out: {name} needs {framework}, which is not installed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""fewbit: JAX models with fewer bits, and the truth about it.
+
+Trace a model, read the plan, quantize its parameters, run it:
+
+>>> import fewbit, jax.numpy as jnp
+>>> rules = [fewbit.QuantizationRule(module_path='.*', weight_qtype='int8', act_qtype='int8')]
+>>> def f(params, x):
+...     return jnp.tanh(x @ params['up']) @ params['down']
+>>> params = {'up': jnp.eye(4), 'down': jnp.eye(4)}
+>>> plan = fewbit.plan(f, rules, params, jnp.ones((1, 4)))
+>>> qparams = fewbit.quantize_params(params, plan)
+>>> fewbit.quantize_model(f, fewbit.PtqProvider(rules))(qparams, jnp.ones((1, 4))).shape
+(1, 4)
+
+Imports go downwards only: formats and arrays, ops, rules, trace/plan/interpret, modes, models. No
+framework is imported until a model of its kind is seen.
+"""
+
+from fewbit._plan import Plan as Plan
+from fewbit._plan import Site as Site
+from fewbit._version import __version__ as __version__
+from fewbit.current import get_current_rule as get_current_rule
+from fewbit.engine import UntraceableModelError as UntraceableModelError
+from fewbit.models import plan as plan
+from fewbit.models import quantize_model as quantize_model
+from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
+from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
+from fewbit.modes.ptq import PtqProvider as PtqProvider
+from fewbit.ops import conv_general_dilated as conv_general_dilated
+from fewbit.ops import dot as dot
+from fewbit.ops import dot_general as dot_general
+from fewbit.ops import einsum as einsum
+from fewbit.ops import ragged_dot as ragged_dot
+from fewbit.ops import ragged_dot_general as ragged_dot_general
+from fewbit.ops import take as take
+from fewbit.params import quantize_params as quantize_params
+from fewbit.params import trainable as trainable
+from fewbit.planner import PlanError as PlanError
+from fewbit.qarray import HowToQuantize as HowToQuantize
+from fewbit.qarray import QArray as QArray
+from fewbit.qarray import WithAux as WithAux
+from fewbit.qarray import dequantize as dequantize
+from fewbit.qarray import pack_tree as pack
+from fewbit.qarray import quantize as quantize
+from fewbit.qarray import unpack_tree as unpack
+from fewbit.rules import LoraRule as LoraRule
+from fewbit.rules import QtRule as QtRule
+from fewbit.rules import QuantizationRule as QuantizationRule
+from fewbit.rules_io import rules_from_json as rules_from_json
+from fewbit.rules_io import rules_from_yaml as rules_from_yaml
+from fewbit.rules_io import rules_to_json as rules_to_json
+from fewbit.rules_io import rules_to_yaml as rules_to_yaml

@@ -1,0 +1,166 @@
+"""The language of calibration methods: 'absmax', 'minmax,0.9', 'fixed,-6,6', 'mse', ..."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+
+from fewbit.numerics import QType, format_of, get_asymmetric_bound, get_symmetric_bound
+
+MSE_STEPS = 50
+
+_SPELLINGS = {
+    "absmax": "'absmax' or 'absmax,<factor>'",
+    "minmax": "'minmax' or 'minmax,<factor>'",
+    "rms": "'rms,<factor>', for example 'rms,7'",
+    "fixed": "'fixed,<max>' or 'fixed,<min>,<max>', for example 'fixed,-6,6'",
+    "percentile": "'percentile,<p>' with p in (0, 100], for example 'percentile,99.9'",
+    "mse": "'mse' or 'mse,<steps>'",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A parsed calibration method: how an array becomes a range.
+
+    `args` is complete: a factor left out is 1, a step count left out is the default, and a fixed
+    range is always (low, high).
+    """
+
+    name: str
+    args: tuple[float, ...] = ()
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether the range has two ends, so that codes carry a zero point."""
+        return self.name == "minmax" or (self.name == "fixed" and self.args[0] != -self.args[1])
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one range serves the whole array whatever the granularity asked for."""
+        return self.name == "fixed"
+
+    @property
+    def clips(self) -> bool:
+        """Whether values of the array itself may lie outside the range."""
+        return self.name not in ("absmax", "minmax") or self.args[0] < 1
+
+
+@functools.cache
+def parse_method(method: str) -> Method:
+    """Read a calibration method; a mistake is answered with the nearest spelling.
+
+    >>> parse_method('AbsMax,0.9'), parse_method('fixed,3')
+    (Method(name='absmax', args=(0.9,)), Method(name='fixed', args=(-3.0, 3.0)))
+    """
+    if not isinstance(method, str):
+        raise ValueError(f"Unsupported calibration: {method!r}. Pass a string: {_spellings()}.")
+    name, *words = (word.strip() for word in method.lower().split(","))
+    if name not in _SPELLINGS:
+        close = difflib.get_close_matches(name, _SPELLINGS, n=1, cutoff=0.4)
+        hint = f" Did you mean {_SPELLINGS[close[0]]}?" if close else ""
+        raise ValueError(f"Unsupported calibration: {method}.{hint} Methods: {_spellings()}.")
+    try:
+        args = tuple(float(word) for word in words)
+    except ValueError:
+        raise ValueError(
+            f"Unsupported calibration: {method}. What follows the name must be numbers: write "
+            f"{_SPELLINGS[name]}."
+        ) from None
+    if not all(map(math.isfinite, args)):
+        raise ValueError(f"Unsupported calibration: {method}. Its numbers must be finite.")
+    return _READERS[name](method, args)
+
+
+def check_method(method: str | Method, qtype: QType) -> None:
+    """Raise when the type cannot express the method's range.
+
+    >>> check_method('minmax', 'int8')
+    """
+    method = parse_method(method) if isinstance(method, str) else method
+    row = format_of(qtype)
+    if row.kind == "sign" and not method.asymmetric:
+        return
+    if method.asymmetric:
+        get_asymmetric_bound(row)
+    else:
+        get_symmetric_bound(row)
+    if method.per_tensor and row.tile is not None:
+        raise ValueError(
+            f"Format {row.name} needs a scale for each tile of {row.tile}, but 'fixed' gives one "
+            "range for the whole array. Use 'absmax'."
+        )
+
+
+def _spellings() -> str:
+    return "; ".join(_SPELLINGS.values())
+
+
+def _at_most(method: str, args: tuple[float, ...], count: int) -> None:
+    if len(args) > count:
+        name = method.split(",")[0].strip().lower()
+        raise ValueError(
+            f"Unsupported calibration: {method}. It has {len(args)} numbers after the name; write "
+            f"{_SPELLINGS[name]}."
+        )
+
+
+def _factor(method: str, args: tuple[float, ...]) -> Method:
+    _at_most(method, args, 1)
+    name = method.split(",")[0].strip().lower()
+    if name == "rms" and not args:
+        raise ValueError(
+            f"A scale factor is required for RMS calibration. Write {_SPELLINGS['rms']}: the range "
+            "is the factor times the root mean square."
+        )
+    if args and args[0] <= 0:
+        raise ValueError(f"Unsupported calibration: {method}. The factor must be positive.")
+    return Method(name, args or (1.0,))
+
+
+def _fixed(method: str, args: tuple[float, ...]) -> Method:
+    _at_most(method, args, 2)
+    if not args:
+        raise ValueError(
+            f"A fixed range is required for fixed calibration. Write {_SPELLINGS['fixed']}."
+        )
+    low, high = (-args[0], args[0]) if len(args) == 1 else args
+    if not low <= 0 <= high or low == high:
+        raise ValueError(
+            f"The range must contain 0 and be non-empty. {method!r} means [{low:g}, {high:g}]; "
+            f"write {_SPELLINGS['fixed']}."
+        )
+    return Method("fixed", (low, high))
+
+
+def _percentile(method: str, args: tuple[float, ...]) -> Method:
+    _at_most(method, args, 1)
+    if not args or not 0 < args[0] <= 100:
+        raise ValueError(
+            "A percentile in (0, 100] is required for percentile calibration. Write "
+            f"{_SPELLINGS['percentile']}: that many percent of the magnitudes fit the range."
+        )
+    return Method("percentile", args)
+
+
+def _mse(method: str, args: tuple[float, ...]) -> Method:
+    _at_most(method, args, 1)
+    steps = args[0] if args else MSE_STEPS
+    if steps < 1 or steps != int(steps):
+        raise ValueError(
+            f"Unsupported calibration: {method}. The number of steps of the search must be a whole "
+            "number, at least 1."
+        )
+    return Method("mse", (steps,))
+
+
+_READERS = {
+    "absmax": _factor,
+    "minmax": _factor,
+    "rms": _factor,
+    "fixed": _fixed,
+    "percentile": _percentile,
+    "mse": _mse,
+}

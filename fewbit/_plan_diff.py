@@ -1,0 +1,99 @@
+"""The difference of two Plans: what changes when a rule, a model or a version of it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fewbit._plan import Plan, Totals
+from fewbit._text import human_bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """One value that differs: of which Site or parameter, which field, from what to what."""
+
+    name: str
+    field: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        before, after = (
+            human_bytes(value) if self.field.startswith("bytes") else str(value)
+            for value in (self.before, self.after)
+        )
+        return f"{self.name}  {self.field}: {before} → {after}"
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """The differences between two Plans; false when there are none, and prints as a list."""
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[Change, ...]
+    leaves: tuple[Change, ...]
+    plan: tuple[Change, ...]
+    before: Totals
+    after: Totals
+
+    def __bool__(self) -> bool:
+        return bool(self.added or self.removed or self.changed or self.leaves or self.plan)
+
+    def __str__(self) -> str:
+        if not self:
+            return "no difference"
+        lines = [f"+ site {name}" for name in self.added]
+        lines += [f"- site {name}" for name in self.removed]
+        lines += [f"~ site {change}" for change in self.changed]
+        lines += [f"~ parameter {change}" for change in self.leaves]
+        lines += [f"~ {change}" for change in self.plan]
+        return "\n".join([*lines, f"before: {self.before}", f"after:  {self.after}"])
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """What `after` does differently from `before`, field by field.
+
+    >>> from fewbit._plan import Plan
+    >>> plan = Plan(rules=(), sites=(), leaves=())
+    >>> print(diff_plans(plan, plan))
+    no difference
+    """
+    old, new = ({plan.site.id: plan for plan in side.sites} for side in (before, after))
+    old_leaves, new_leaves = before._leaf_by_path, after._leaf_by_path
+    changed: list[Change] = []
+    for name in (name for name in old if name in new):
+        changed += _changes(name, old[name].site, new[name].site)
+        changed += _changes(name, old[name], new[name], skip=("site",))
+    leaves: list[Change] = []
+    for path, leaf in old_leaves.items():
+        if path in new_leaves:
+            leaves += _changes(path, leaf, new_leaves[path])
+        else:
+            leaves.append(Change(path, "shape", leaf.shape, "not in the plan"))
+    leaves += [
+        Change(path, "shape", "not in the plan", leaf.shape)
+        for path, leaf in new_leaves.items()
+        if path not in old_leaves
+    ]
+    return PlanDiff(
+        added=tuple(name for name in new if name not in old),
+        removed=tuple(name for name in old if name not in new),
+        changed=tuple(changed),
+        leaves=tuple(leaves),
+        plan=tuple(_changes("plan", before, after, skip=("sites", "leaves"))),
+        before=before.totals,
+        after=after.totals,
+    )
+
+
+def _changes(name: str, before: Any, after: Any, skip: Sequence[str] = ()) -> list[Change]:
+    pairs = [
+        (field.name, getattr(before, field.name), getattr(after, field.name))
+        for field in dataclasses.fields(before)
+        if field.name not in skip
+    ]
+    return [Change(name, field, old, new) for field, old, new in pairs if old != new]

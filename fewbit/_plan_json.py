@@ -1,0 +1,236 @@
+"""Plans as JSON. The document carries a format version; reading checks every field it needs.
+
+{"format": "fewbit-plan", "version": 1, "kind": "linen", "methods": [...], "rules": [...],
+ "sites": [...], "leaves": [...], "notes": [...], "unmatched_rules": [...]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from fewbit._plan import ArrayInfo, LeafPlan, Plan, Site, SitePlan
+from fewbit._rule_checks import nearest
+from fewbit.numerics import qtype_name
+from fewbit.qarray import HowToQuantize
+from fewbit.rules import QuantizationRule
+from fewbit.rules_io import load_json, rule_from_dict, rule_to_dict, rules_to_list
+
+FORMAT = "fewbit-plan"
+VERSION = 1
+
+Reader = Callable[[Any, str], Any]
+
+
+def plan_to_json(plan: Plan) -> str:
+    """The Plan as text. Equal Plans give equal text.
+
+    >>> plan_to_json(Plan(rules=(), sites=(), leaves=())).splitlines()[1:3]
+    [' "format": "fewbit-plan",', ' "version": 1,']
+    """
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": plan.kind,
+        "methods": list(plan.methods),
+        "rules": rules_to_list(plan.rules),
+        "sites": [dataclasses.asdict(site) for site in plan.sites],
+        "leaves": [_leaf_to_dict(leaf, plan.rules) for leaf in plan.leaves],
+        "notes": list(plan.notes),
+        "unmatched_rules": list(plan.unmatched_rules),
+    }
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def plan_from_json(text: str) -> Plan:
+    """The Plan in the text; a newer version or a malformed document is an error that says where.
+
+    >>> plan_from_json('{"format": "fewbit-plan", "version": 99}')
+    Traceback (most recent call last):
+    ...
+    ValueError: The plan has format version 99, but this fewbit reads up to 1. Upgrade fewbit, ...
+    """
+    document = load_json(text, "The plan")
+    if not isinstance(document, Mapping) or document.get("format") != FORMAT:
+        raise ValueError(
+            f'This JSON is not a plan: it has no "format": "{FORMAT}". '
+            "Plan.from_json reads what plan.to_json() wrote; for rules use rules_from_json."
+        )
+    version = document.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(
+            f"The plan has no usable format version: {version!r}. It must be 1 or more."
+        )
+    if version > VERSION:
+        raise ValueError(
+            f"The plan has format version {version}, but this fewbit reads up to {VERSION}. "
+            "Upgrade fewbit, or make the plan again with this one."
+        )
+    fields = {key: value for key, value in document.items() if key not in ("format", "version")}
+    rules = _list_of(rule_from_dict)(fields.get("rules", []), "rules")
+    read_leaf = _dataclass(LeafPlan, {**_LEAF, "rule": _rule_reader(rules)})
+    readers = {**_PLAN, "rules": lambda _, __: rules, "leaves": _list_of(read_leaf)}
+    return _dataclass(Plan, readers)(fields, "plan")
+
+
+def _leaf_to_dict(leaf: LeafPlan, rules: tuple[QuantizationRule, ...]) -> dict[str, Any]:
+    fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
+    fields["how"] = None if leaf.how is None else how_to_dict(leaf.how)
+    if leaf.rule is not None:
+        # Thousands of leaves may share a rule: its number in the list is enough.
+        shared = leaf.rule in rules
+        fields["rule"] = rules.index(leaf.rule) if shared else rule_to_dict(leaf.rule)
+    return fields
+
+
+def how_to_dict(how: HowToQuantize) -> dict[str, Any]:
+    """`HowToQuantize` as plain values.
+
+    >>> how_to_dict(HowToQuantize(qtype="int4", tiled_axes={0: 32}))["tiled_axes"]
+    [[0, 32]]
+    """
+    if how.noise_fn is not None:
+        raise ValueError(
+            f"{how!r} cannot be saved: its noise function is an object of this process. Noise "
+            "belongs to gradients; a stored parameter is rounded without it."
+        )
+    return {
+        "qtype": qtype_name(how.qtype),
+        "channelwise_axes": [int(axis) for axis in how.channelwise_axes],
+        "tiled_axes": [[int(axis), size] for axis, size in how.tiled_axes.items()],
+        "calibration_method": how.calibration_method,
+        "scale_dtype": None if how.scale_dtype is None else jnp.dtype(how.scale_dtype).name,
+    }
+
+
+def how_from_dict(fields: Any, where: str = "how") -> HowToQuantize:
+    """The `HowToQuantize` that `how_to_dict` wrote.
+
+    >>> how = HowToQuantize(qtype="nf4", channelwise_axes=(1,), tiled_axes={0: 64})
+    >>> how_from_dict(how_to_dict(how)) == how
+    True
+    """
+    return _dataclass(HowToQuantize, _HOW)(fields, where)
+
+
+def _is(*kinds: type) -> Reader:
+    """A reader for values of these JSON types, which are returned as they are."""
+
+    def read(value: Any, where: str) -> Any:
+        # True is an int to Python, and never one in a plan.
+        if isinstance(value, kinds) and not isinstance(value, bool):
+            return value
+        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f"{where} should be {names}, but is {value!r}.")
+
+    return read
+
+
+def _list_of(read_item: Reader) -> Reader:
+    def read(value: Any, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise ValueError(f"{where} should be a list, but is {value!r}.")
+        return tuple(read_item(item, f"{where}[{i}]") for i, item in enumerate(value))
+
+    return read
+
+
+def _optional(read_some: Reader) -> Reader:
+    return lambda value, where: None if value is None else read_some(value, where)
+
+
+def _dataclass(cls: type, readers: Mapping[str, Reader]) -> Reader:
+    """A reader for the mapping of a dataclass: every field present, none unknown, each read."""
+
+    def read(value: Any, where: str) -> Any:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where} should be a mapping, but is {value!r}.")
+        for name in value:
+            if name not in readers:
+                raise ValueError(f"{where} has an unknown field {name!r}.{nearest(name, readers)}")
+        missing = [name for name in readers if name not in value]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(map(repr, missing))}.")
+        return cls(**{name: read(value[name], f"{where}.{name}") for name, read in readers.items()})
+
+    return read
+
+
+def _rule_reader(rules: tuple[QuantizationRule, ...]) -> Reader:
+    def read(value: Any, where: str) -> QuantizationRule | None:
+        if value is None or isinstance(value, Mapping):
+            return None if value is None else rule_from_dict(value, where)
+        index = _INT(value, where)
+        if not 0 <= index < len(rules):
+            raise ValueError(f"{where} is rule {index}, but the plan has {len(rules)} rules.")
+        return rules[index]
+
+    return read
+
+
+def _tile(value: Any, where: str) -> tuple[int, int | float]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ValueError(f"{where} should be [axis, size], but is {value!r}.")
+    return _INT(value[0], where), _is(int, float)(value[1], where)
+
+
+_INT = _is(int)
+_STR = _is(str)
+_STR_OR_NONE = _is(str, type(None))
+_STRINGS = _list_of(_STR)
+_SHAPE = _list_of(_INT)
+_ARRAY = _dataclass(ArrayInfo, {"shape": _SHAPE, "dtype": _STR})
+
+_HOW: dict[str, Reader] = {
+    "qtype": _STR,
+    "channelwise_axes": _SHAPE,
+    "tiled_axes": lambda value, where: dict(_list_of(_tile)(value, where)),
+    "calibration_method": _STR,
+    "scale_dtype": _STR_OR_NONE,
+}
+_SITE: dict[str, Reader] = {
+    "path": _STR,
+    "op": _STR,
+    "index": _INT,
+    "method": _STR,
+    "class_name": _STR,
+    "lhs": _ARRAY,
+    "rhs": _ARRAY,
+    "out": _ARRAY,
+    "macs": _INT,
+    "trips": _INT,
+    "weight": _STR_OR_NONE,
+    "weight_side": _STR_OR_NONE,
+    "spec": _STR,
+}
+_SITE_PLAN: dict[str, Reader] = {
+    "site": _dataclass(Site, _SITE),
+    "rule": _optional(_INT),
+    "weight_qtype": _STR_OR_NONE,
+    "act_qtype": _STR_OR_NONE,
+    "act_mode": _STR_OR_NONE,
+    "granularity": _STR,
+    "runs_on": _STR,
+    "reason": _STR_OR_NONE,
+    "notes": _STRINGS,
+}
+_LEAF: dict[str, Reader] = {
+    "path": _STR,
+    "shape": _SHAPE,
+    "dtype": _STR,
+    "how": _optional(how_from_dict),
+    "bytes_before": _INT,
+    "bytes_after": _INT,
+    "sites": _STRINGS,
+}
+_PLAN: dict[str, Reader] = {
+    "kind": _STR,
+    "methods": _STRINGS,
+    "sites": _list_of(_dataclass(SitePlan, _SITE_PLAN)),
+    "notes": _STRINGS,
+    "unmatched_rules": _SHAPE,
+}

@@ -1,0 +1,324 @@
+"""The Plan for human eyes: one row per Site, equal layers folded, and what it all adds up to."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fewbit._plan import LeafPlan, Plan, SitePlan
+from fewbit._text import (
+    COMFORT,
+    MIN_WIDTH,
+    human_bytes,
+    human_count,
+    natural_width,
+    shorten,
+    table,
+    table_blocks,
+    terminal_width,
+    wrap,
+)
+
+_HEADER = ("module", "op", "weight", "rule", "types", "scales", "bytes", "runs on")
+_ALIGN = "mllrllrw"
+# Narrow terminals lose these first; the line below the table says so.
+_DROP_ORDER = ("scales", "weight", "bytes")
+_PATH_COMFORT = 28
+_SHORT_REASON = 20
+_MOST_UNUSED_NAMES = 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table. `parts` is the path cut at its numbers, which folding widens."""
+
+    parts: tuple[str, ...]
+    cells: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    runs_on: str = ""
+    remark: str = ""
+    count: int = 1
+
+    @property
+    def path(self) -> str:
+        return "".join(self.parts) or "(root)"
+
+
+def render(plan: Plan, *, fold: bool = True, width: int | None = None) -> str:
+    """The Plan as text, no line wider than `width` (the terminal's, at least 60).
+
+    >>> from fewbit._plan import Plan
+    >>> print(render(Plan(rules=(), sites=(), leaves=(), kind="linen"), width=60))
+    Plan of a linen model: 0 of 0 sites quantized
+    <BLANKLINE>
+    no sites: the model has no products or look-ups
+    <BLANKLINE>
+    totals
+      sites        0 of 0 quantized
+      parameters   0 of 0 quantized
+      bytes        0 B → 0 B
+    """
+    width = max(MIN_WIDTH, terminal_width() if width is None else width)
+    totals = plan.totals
+    methods = "" if plan.methods == ("__call__",) else f" ({', '.join(plan.methods)})"
+    title = (
+        f"Plan of a {plan.kind} model{methods}: "
+        f"{totals.quantized_sites} of {totals.sites} sites quantized"
+    )
+    blocks = [
+        wrap(title, width, indent="  ", first=""),
+        _site_lines(plan, fold, width),
+        _other_leaf_lines(plan, width),
+        _note_lines(plan, width),
+        _rule_lines(plan, width),
+        _total_lines(plan, width),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks if block)
+
+
+def render_html(plan: Plan) -> str:
+    """The Plan as an HTML table for notebooks.
+
+    >>> from fewbit._plan import Plan
+    >>> render_html(Plan(rules=(), sites=(), leaves=()))[:7]
+    '<table>'
+    """
+    cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"  # noqa: E731
+    rows = [_cells(row) for row in fold_rows(site_rows(plan))]
+    head = "".join(cell("th", name) for name in _HEADER)
+    body = "".join("<tr>" + "".join(cell("td", text) for text in row) + "</tr>" for row in rows)
+    below = "".join(f"<p>{html.escape(text)}</p>" for text in (*plan.notes, str(plan.totals)))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def site_rows(plan: Plan) -> list[Row]:
+    """A row for every Site, in the order of the model."""
+    leaves = {leaf.path: leaf for leaf in plan.leaves}
+    return [_row(site, leaves) for site in plan.sites]
+
+
+def _row(planned: SitePlan, leaves: dict[str, LeafPlan]) -> Row:
+    site = planned.site
+    leaf = leaves.get(site.weight) if site.weight is not None else None
+    shape = leaf.shape if leaf else _weight_shape(planned)
+    types = f"{planned.weight_qtype or '-'} x {planned.act_qtype or '-'}"
+    if planned.act_mode == "static":
+        types += " static"
+    reason = () if planned.reason is None else (planned.reason,)
+    prefix = "" if site.method == "__call__" else f"{site.method}."
+    return Row(
+        parts=tuple(re.split(r"(\d+)(?=/|$)", prefix + site.path)),
+        cells=(
+            site.op_id,
+            "x".join(map(str, shape)) if shape is not None else "-",
+            "-" if planned.rule is None else str(planned.rule),
+            types if planned.quantized else "-",
+            planned.granularity if planned.quantized else "-",
+        ),
+        bytes_before=leaf.bytes_before if leaf else 0,
+        bytes_after=leaf.bytes_after if leaf else 0,
+        runs_on=planned.runs_on if planned.quantized else "",
+        remark="; ".join((*reason, *planned.notes)),
+    )
+
+
+def _weight_shape(planned: SitePlan) -> tuple[int, ...] | None:
+    side = planned.site.weight_side
+    return None if side is None else getattr(planned.site, side).shape
+
+
+def fold_rows(rows: Sequence[Row]) -> list[Row]:
+    """Rows that differ in one number of their path only, as one row with a range and a count.
+
+    >>> rows = [Row(("layers/", str(i), "/up"), (), 4, 1) for i in range(24)]
+    >>> [(row.path, row.count, row.bytes_before) for row in fold_rows(rows)]
+    [('layers/0..23/up', 24, 96)]
+    """
+    # One number after the other, outermost first: a fold over layers may fold over experts again.
+    places = max((len(row.parts) for row in rows), default=0) // 2
+    folded = list(rows)
+    for place in range(places):
+        folded = _fold_at(folded, 2 * place + 1)
+    return folded
+
+
+def _fold_at(rows: Iterable[Row], at: int) -> list[Row]:
+    groups: dict[object, list[Row]] = {}
+    for number, row in enumerate(rows):
+        key: object = number
+        if at < len(row.parts):
+            rest = (row.parts[:at], row.parts[at + 1 :])
+            key = (
+                rest,
+                row.cells,
+                row.runs_on,
+                row.remark,
+                row.bytes_before,
+                row.bytes_after,
+                row.count,
+            )
+        groups.setdefault(key, []).append(row)
+    return [_merge(group, at) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _merge(group: list[Row], at: int) -> Row:
+    first = group[0]
+    numbers = sorted({int(row.parts[at]) for row in group})
+    return replace(
+        first,
+        parts=(*first.parts[:at], number_ranges(numbers), *first.parts[at + 1 :]),
+        bytes_before=sum(row.bytes_before for row in group),
+        bytes_after=sum(row.bytes_after for row in group),
+        count=sum(row.count for row in group),
+    )
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Sorted numbers with their runs written as ranges.
+
+    >>> number_ranges([0, 1, 2, 3, 7, 9, 10])
+    '0..3,7,9..10'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+
+
+def _cells(row: Row, footnotes: dict[str, int] | None = None) -> tuple[str, ...]:
+    """The row's text; with `footnotes`, long remarks are numbered there instead of written out."""
+    if row.bytes_before == row.bytes_after:
+        size = human_bytes(row.bytes_before) if row.bytes_before else "-"
+    else:
+        size = f"{human_bytes(row.bytes_before)} → {human_bytes(row.bytes_after)}"
+    last = "; ".join(filter(None, (row.runs_on, row.remark)))
+    if footnotes is not None and row.remark and (row.runs_on or len(last) > _SHORT_REASON):
+        number = footnotes.setdefault(row.remark, len(footnotes) + 1)
+        last = f"{row.runs_on or 'left alone'} [{number}]"
+    return (row.path + _times(row), *row.cells, size, last)
+
+
+def _times(row: Row) -> str:
+    return f"  x{row.count}" if row.count > 1 else ""
+
+
+def _site_lines(plan: Plan, fold: bool, width: int) -> list[str]:
+    if not plan.sites:
+        return ["no sites: the model has no products or look-ups"]
+    rows = fold_rows(site_rows(plan)) if fold else site_rows(plan)
+    footnotes: dict[str, int] = {}
+    cells = [_cells(row, footnotes) for row in rows]
+    kept, path_width = _layout([_HEADER, *cells], width)
+    pick = lambda columns: [columns[i] for i in kept]  # noqa: E731
+    align = "".join(pick(_ALIGN))
+    if path_width:
+        paths = [shorten(row.path, path_width - len(_times(row))) + _times(row) for row in rows]
+        body = [[path, *pick(line)[1:]] for path, line in zip(paths, cells, strict=True)]
+        lines = table(body, pick(_HEADER), align, width).split("\n")
+    else:
+        lines = _stacked(rows, [pick(line)[1:] for line in cells], pick(_HEADER), align, width)
+    for remark, number in footnotes.items():
+        lines += wrap(remark, width, "     ", f"{f'[{number}]':<5}")
+    hidden = [name for i, name in enumerate(_HEADER) if i not in kept]
+    if hidden:
+        lines += wrap(
+            f"no room here for: {', '.join(hidden)}; print(plan.table(width=120)) shows all",
+            width,
+            "     ",
+            "…    ",
+        )
+    return lines
+
+
+def _stacked(
+    rows: Sequence[Row], cells: list[list[str]], header: list[str], align: str, width: int
+) -> list[str]:
+    """Each path on a line of its own, the other columns below it."""
+    (head, rule), *blocks = table_blocks(cells, header[1:], align[1:], width - 2)
+    lines = [header[0], f"  {head}", f"──{rule}"]
+    for row, block in zip(rows, blocks, strict=True):
+        lines.append(shorten(row.path, width - len(_times(row))) + _times(row))
+        lines += [f"  {line}" for line in block]
+    return lines
+
+
+def _layout(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
+    """The columns that fit and the room for the path; 0 puts the path on a line of its own."""
+    kept = list(range(len(_HEADER)))
+    # Paths can be cut and the last column wrapped, so only their comfort counts.
+    path = max(len(row[0]) for row in rows)
+    last = min(COMFORT, max(len(row[-1]) for row in rows))
+    middle = lambda: natural_width([[row[i] for i in kept[1:-1]] for row in rows])  # noqa: E731
+    room = width - last - middle() - 4
+    if room >= min(path, _PATH_COMFORT):
+        return kept, min(path, room)
+    for name in _DROP_ORDER:
+        if 2 + middle() + 2 + last <= width:
+            break
+        kept.remove(_HEADER.index(name))
+    return kept, 0
+
+
+def _other_leaf_lines(plan: Plan, width: int) -> list[str]:
+    others = [leaf for leaf in plan.leaves if not leaf.sites]
+    if not others:
+        return []
+    names = Counter(leaf.path.rsplit("/", 1)[-1] for leaf in others).most_common()
+    shown = [f"{name} x{n}" if n > 1 else name for name, n in names[:_MOST_UNUSED_NAMES]]
+    if len(names) > _MOST_UNUSED_NAMES:
+        shown.append(f"{len(names) - _MOST_UNUSED_NAMES} other names")
+    text = (
+        f"{_plural(len(others), 'parameter')} outside all sites: {', '.join(shown)}; "
+        f"{human_count(sum(leaf.size for leaf in others))} numbers, "
+        f"{human_bytes(sum(leaf.bytes_after for leaf in others))}"
+    )
+    changed = sum(leaf.how is not None for leaf in others)
+    text += f", {changed} of them quantized" if changed else ", left as they are"
+    return wrap(text, width, indent="  ", first="")
+
+
+def _note_lines(plan: Plan, width: int) -> list[str]:
+    if not plan.notes:
+        return []
+    counted = Counter(plan.notes)
+    notes = (note if n == 1 else f"{note} (x{n})" for note, n in counted.items())
+    return ["notes", *(line for note in notes for line in wrap(note, width, "    ", "  "))]
+
+
+def _rule_lines(plan: Plan, width: int) -> list[str]:
+    if not plan.rules:
+        return []
+    counts = Counter(site.rule for site in plan.sites)
+    lines = ["rules"]
+    for number, rule in enumerate(plan.rules):
+        matched = f"{_plural(counts[number], 'site')}"
+        if not counts[number]:
+            matched = "no site" + (" (UNMATCHED)" if number in plan.unmatched_rules else "")
+        lines += wrap(f"{rule!r}: {matched}", width, "      ", f"  {number:>2}  ")
+    return lines
+
+
+def _total_lines(plan: Plan, width: int) -> list[str]:
+    t = plan.totals
+    sites = f"{t.quantized_sites} of {t.sites} quantized"
+    sites += f", {t.share_of_macs:.1%} of all multiply-adds" if t.share_of_macs else ""
+    weights = f"{human_count(t.quantized_parameters)} of {human_count(t.parameters)} quantized"
+    weights += f", {t.bits_per_weight:.2f} bits each" if t.quantized_parameters else ""
+    size = f"{human_bytes(t.bytes_before)} → {human_bytes(t.bytes_after)}"
+    size += f", {t.ratio:.2f}x smaller" if t.bytes_after < t.bytes_before else ""
+    named = (("sites", sites), ("parameters", weights), ("bytes", size))
+    lines = ["totals"]
+    for name, text in named:
+        lines += wrap(text, width, " " * 15, f"  {name:<13}")
+    return lines
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

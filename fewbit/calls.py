@@ -1,0 +1,92 @@
+"""Calls: which parts of a call's arguments JAX traces, and which are plain Python.
+
+Arrays (numpy and PRNG keys too) are traced. Python bools, numbers, strings, None and functions are kept
+as they are, as in a plain eager call, so that `train=True` and `scale=2.0` keep working.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+from fewbit.engine import is_stored
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Marks the place of a traced leaf among the static ones."""
+
+
+_TRACED = Traced()
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static side of a tree: its structure, the leaves that are not arrays, and every leaf's name."""
+
+    treedef: Any
+    static: tuple[Any, ...]
+    names: tuple[str | None, ...]  # one per traced leaf
+
+    @property
+    def key(self) -> Hashable:
+        """What a cache may key on (True, 1 and 1.0 are different); unhashable statics raise TypeError."""
+        key = (self.treedef, tuple((type(s), s) for s in self.static), self.names)
+        hash(key)
+        return key
+
+    def merge(self, dynamic: list[Any]) -> Any:
+        rest = iter(dynamic)
+        return jax.tree.unflatten(
+            self.treedef, [next(rest) if s is _TRACED else s for s in self.static]
+        )
+
+
+def is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or is_stored(
+        value
+    )
+
+
+def split_call(tree: Any, name: Callable[[tuple[Any, ...]], str | None]) -> tuple[list[Any], Call]:
+    """Split a tree into its traced leaves and the rest; `name(keypath)` names parameters."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
+    traced = [(key, value) for key, value in flat if is_array(value)]
+    static = tuple(_TRACED if is_array(value) else value for _, value in flat)
+    return [v for _, v in traced], Call(treedef, static, tuple(name(key) for key, _ in traced))
+
+
+def key_name(keypath: tuple[Any, ...]) -> str:
+    """A pytree key path as a parameter path: `layers/0/kernel`."""
+    return "/".join(_part(key) for key in keypath)
+
+
+def _part(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key).strip(".[]'\"")
+
+
+class Cache(Generic[T]):
+    """A small least-recently-used map that gives up on unhashable keys."""
+
+    def __init__(self, size: int = 64):
+        self.size, self.entries = size, OrderedDict[Hashable, T]()
+
+    def get(self, key: Callable[[], Hashable], make: Callable[[], T]) -> T:
+        try:
+            wanted = key()
+        except TypeError:
+            return make()
+        if wanted not in self.entries:
+            self.entries[wanted] = make()
+            if len(self.entries) > self.size:
+                self.entries.popitem(last=False)
+        self.entries.move_to_end(wanted)
+        return self.entries[wanted]

@@ -1,0 +1,91 @@
+"""Where the program stands: the module being traced, the Site being run.
+
+These context variables are the only ambient state. They are set by the front ends' scope hooks and by
+the interpreter, always inside `with`, and let a user's own kernel ask `get_current_rule('gmm')`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from fewbit._plan import Site
+from fewbit.rules import QuantizationRule
+
+
+@dataclass(frozen=True)
+class CurrentSite:
+    """The Site the interpreter is at, the rule that governs it, and where to report what ran it."""
+
+    site: Site
+    rule: QuantizationRule | None
+    report: Callable[[str], None]
+
+
+_provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)
+_path: ContextVar[str] = ContextVar("fewbit_path", default="")
+_failed: ContextVar[list[str] | None] = ContextVar("fewbit_failed", default=None)
+_site: ContextVar[CurrentSite | None] = ContextVar("fewbit_site", default=None)
+
+
+@contextmanager
+def _set(variable: ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
+def tracing(provider: Any) -> Iterator[list[str]]:
+    """While a model is traced for `provider`. Yields a list that gets the path of a failing module."""
+    failed: list[str] = []
+    with _set(_provider, provider), _set(_failed, failed), _set(_path, ""), _set(_site, None):
+        yield failed
+
+
+@contextmanager
+def in_module(path: str) -> Iterator[None]:
+    """Around one module call; the innermost module that raises is remembered for the error message."""
+    token = _path.set(path)
+    try:
+        yield
+    except Exception:
+        failed = _failed.get()
+        if failed is not None and not failed:
+            failed.append(path)
+        raise
+    finally:
+        _path.reset(token)
+
+
+@contextmanager
+def at_site(current: CurrentSite) -> Iterator[None]:
+    """While the interpreter evaluates one Site."""
+    with _set(_site, current):
+        yield
+
+
+def current_site() -> CurrentSite | None:
+    return _site.get()
+
+
+def is_tracing() -> bool:
+    """Whether a front end is tracing a float twin right now (nested quantized models step aside)."""
+    return _provider.get() is not None
+
+
+def get_current_rule(op_name: str) -> QuantizationRule | None:
+    """The rule for `op_name` in the module being traced; None outside a quantized model.
+
+    Meant for people's own kernels, which bring their own op names:
+
+    >>> get_current_rule('gmm') is None
+    True
+    """
+    provider = _provider.get()
+    if provider is None:
+        return None
+    return provider.rule_for_kernel(_path.get(), op_name)

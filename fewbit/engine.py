@@ -1,0 +1,226 @@
+"""The engine under every front end: a pure function traced, planned, and run quantized.
+
+A front end turns its model into `pure(tree)`, a function of one pytree in which parameters may be stored
+quantized, and says which leaves are parameters. Everything JAX can cache, JAX caches: one `Runner` holds
+one function object, so a second call costs a jit dispatch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fewbit import current
+from fewbit.interpret import Interpreter
+from fewbit.planner import Decision, Leaf, Request, RuleFor, decide, storage
+from fewbit.qarray import QArray, WithAux, quantize_with
+from fewbit.sites import SiteRunner
+from fewbit.trace import Program, analyse
+from fewbit.weight import Weight, is_weight, plain
+
+LeafPath = Callable[[tuple[Any, ...]], str | None]
+
+_MSG_UNTRACEABLE = """{where} cannot be traced: its Python code asks for the value of an array.
+  {error}
+fewbit reads a model the way jax.jit does. Two cures:
+  1. Pass what the code branches on as a plain Python value (a bool, int or string is never traced).
+  2. Quantize the submodules that can be traced on their own, and leave this one in float."""
+
+_MSG_UNQUANTIZED = (
+    "It seems you're feeding an unquantized param to a quantized model. Parameter '{leaf}' is float, "
+    "but {site} wants it as {qtype}. Quantize the tree first: quantize_params(params, plan), or for "
+    "Linen quantize_params(params, jax.eval_shape(model.init, key, x)['params'])."
+)
+_MSG_OTHER_TYPE = (
+    "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the float "
+    "parameters with these rules, or run the model with the rules they were quantized by."
+)
+
+
+class UntraceableModelError(TypeError):
+    """A model whose Python code depends on array values."""
+
+
+def is_stored(value: Any) -> bool:
+    """Whether a tree node is a quantized parameter."""
+    return isinstance(value, WithAux | QArray)
+
+
+def float_view(value: Any) -> Any:
+    """The abstract float array that a leaf, quantized or not, stands for."""
+    if not is_stored(value):
+        return jax.typeof(value) if not isinstance(value, jax.ShapeDtypeStruct) else value
+    q = value.array if isinstance(value, WithAux) else value
+    if not isinstance(q, QArray):
+        return float_view(q)
+    codes = q.qvalue
+    if isinstance(codes, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(q.shape, q.dtype, sharding=codes.sharding)
+    return jax.typeof(codes).update(dtype=q.dtype)
+
+
+def as_value(value: Any, leaf: str | None) -> Any:
+    """A tree leaf as a value of the interpreter."""
+    if isinstance(value, WithAux):
+        if not isinstance(value.array, QArray):
+            return value.array
+        return Weight(value.array, leaf or "", value.how.rule)
+    return Weight(value, leaf or "") if isinstance(value, QArray) else value
+
+
+@dataclass
+class Traced:
+    """One trace of a runner's function on one set of inputs."""
+
+    program: Program
+    values: list[Any]
+    out_tree: Any
+    forwarded: list[int | None]  # output k is input forwarded[k], untouched
+    leaves: list[Leaf | None]  # aligned with values; None for an input that is no parameter
+
+
+class Runner:
+    """`pure`, traced for `provider`; calling it runs the quantized program under a cached jit.
+
+    `site_path` is 'module' or 'leaf' (see `trace.analyse`). With `root=False` the function is a
+    submodule called on its own: paths are not the model's, so rules come from the weights themselves.
+    """
+
+    def __init__(
+        self,
+        pure: Callable[[Any], Any],
+        provider: Any,
+        leaf_path: LeafPath,
+        *,
+        method: str = "__call__",
+        site_path: str = "module",
+        root: bool = True,
+        what: str = "The model",
+    ):
+        self.provider, self.leaf_path = provider, leaf_path
+        self.method, self.site_path, self.root, self.what = method, site_path, root, what
+        self._traceable = jax.jit(pure)
+        self._compiled = jax.jit(self.interpret)
+
+    def __call__(self, tree: Any) -> Any:
+        return (self.interpret if self.provider.disable_jit else self._compiled)(tree)
+
+    def trace(self, tree: Any) -> Traced:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
+        views = [float_view(value) for _, value in flat]
+        paths = [self.leaf_path(key) for key, _ in flat]
+        with current.tracing(self.provider) as failed:
+            try:
+                traced = self._traceable.trace(treedef.unflatten(views))
+            except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+                raise UntraceableModelError(self.untraceable(failed, error)) from error
+        leaves = [
+            None if path is None else (path, tuple(view.shape))
+            for path, view in zip(paths, views, strict=True)
+        ]
+        out_tree = jax.tree.structure(traced.out_info)
+        program = analyse(
+            traced.jaxpr, leaves, method=self.method, site_path=self.site_path, out_tree=out_tree
+        )
+        jaxpr = program.root.jaxpr
+        at = {var: k for k, var in enumerate(jaxpr.invars)}
+        return Traced(
+            program,
+            [as_value(value, path) for path, (_, value) in zip(paths, flat, strict=True)],
+            out_tree,
+            [at.get(var) if not hasattr(var, "val") else None for var in jaxpr.outvars],
+            [
+                None if path is None else Leaf(path, tuple(view.shape), view.dtype)
+                for path, view in zip(paths, views, strict=True)
+            ],
+        )
+
+    def untraceable(self, failed: Sequence[str], error: Exception) -> str:
+        where = f"Module '{failed[0]}' of {self.what}" if failed and failed[0] else self.what
+        return _MSG_UNTRACEABLE.format(where=where, error=str(error).strip().split("\n")[0])
+
+    def rule_for(self, values: Sequence[Any]) -> RuleFor:
+        carried = {v.leaf: v.rule for v in values if is_weight(v)}
+
+        def find(ts):
+            rule = None if self.root else carried.get(ts.site.weight)
+            if rule is not None:
+                index = next((i for i, r in enumerate(self.provider.rules) if r == rule), None)
+                return index, rule
+            return self.provider.rule_for(ts.site.path, ts.site.op)
+
+        return find
+
+    def interpret(self, tree: Any) -> Any:
+        """Trace, decide, run: what is jitted. Everything but the arrays' values happens at trace time."""
+        traced = self.trace(tree)
+        decisions = decide(traced.program, self.rule_for(traced.values))
+        self.provider.mark_used(d.rule_index for d in decisions.values() if d.rule_index is not None)
+        if self.provider.quantizes_params:
+            self.check_stored(traced, storage([traced.program], [decisions]))
+        outs = self.run(traced.program, decisions, traced.values)[0]
+        return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
+
+    def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
+        """The model's output. A parameter handed through untouched comes out as it is stored."""
+        leaves = [
+            plain(out) if source is None else values[source]
+            for out, source in zip(outs, traced.forwarded, strict=True)
+        ]
+        return jax.tree.unflatten(traced.out_tree, leaves)
+
+    def run(
+        self,
+        program: Program,
+        decisions: dict[str, Decision],
+        values: Sequence[Any],
+        report: Callable[[str, str], None] = lambda site, text: None,
+    ) -> tuple[list[Any], list[tuple[str, str]]]:
+        interpreter = Interpreter(SiteRunner(self.provider, decisions, report))
+        return interpreter.run(program.root, values), interpreter.dequantized
+
+    def check_stored(self, traced: Traced, requests: dict[str, Request]) -> None:
+        """Parameters must be stored as the rules say."""
+        if not self.root:
+            return
+        stored = {v.leaf: v for v in traced.values if is_weight(v)}
+        for leaf, wanted in requests.items():
+            site = wanted.site.site.id
+            if leaf not in stored:
+                raise ValueError(
+                    _MSG_UNQUANTIZED.format(leaf=leaf, site=site, qtype=wanted.how.qtype)
+                )
+            qtype = stored[leaf].array.qtype
+            if qtype != wanted.how.qtype:
+                raise ValueError(
+                    _MSG_OTHER_TYPE.format(
+                        leaf=leaf, stored=qtype, wanted=wanted.how.qtype, site=site
+                    )
+                )
+
+    def observe(
+        self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
+    ) -> tuple[dict[str, str], list[tuple[str, str]]]:
+        """An abstract run on leaves stored as requested: what ran each Site, what was dequantized."""
+        ran: dict[str, str] = {}
+        seen: list[tuple[str, str]] = []
+        values = [
+            _abstract_weight(leaf, requests[leaf.path].how) if leaf and leaf.path in requests else value
+            for value, leaf in zip(traced.values, traced.leaves, strict=True)
+        ]
+
+        def go(values):
+            outs, dequantized = self.run(
+                traced.program, decisions, values, lambda site, text: ran.__setitem__(site, text)
+            )
+            seen.extend(dequantized)
+            return [plain(out) for out in outs]
+
+        jax.eval_shape(go, values)
+        return ran, seen
+
+
+def _abstract_weight(leaf: Leaf, how: Any) -> Weight:
+    array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return Weight(jax.eval_shape(lambda x: quantize_with(x, how), array), leaf.path)

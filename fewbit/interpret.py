@@ -1,0 +1,94 @@
+"""Run: evaluate a traced model with each planned Site replaced by the quantized op.
+
+The interpreter is ordinary JAX code, so `jit`, `grad`, `vmap`, `scan` and sharding compose around it.
+Quantized weights flow through it as values (`Weight`): layout primitives move them, Sites consume them,
+any other primitive reads them dequantized. With nothing quantized the result is bit-equal to the model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from fewbit import jaxprs
+from fewbit.jaxprs import Eqn
+from fewbit.moves import CannotMove
+from fewbit.rebuild import REBUILD
+from fewbit.trace import Node, TracedSite
+from fewbit.weight import is_weight, plain
+from fewbit.weight_moves import MOVES
+
+
+SiteHandler = Callable[[TracedSite, Sequence[Any]], Any]
+
+
+@dataclass
+class Interpreter:
+    """One interpretation: what to do at a Site, and what happened to weights on the way.
+
+    `at_site(site, operands)` returns the product. `rebuild_all` opens every body even where nothing in
+    it is quantized; tests use it to hold each rebuilt primitive against the original.
+    """
+
+    at_site: SiteHandler
+    rebuild_all: bool = False
+    dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
+
+    def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
+        jaxpr = node.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, node.consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var):
+            return var.val if jaxprs.is_literal(var) else env[var]
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            ins = [read(v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self.equation(node, i, eqn, ins), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, node: Node, i: int, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
+        if i in node.sites:
+            return [self.site(node.sites[i], ins)]
+        weights = any(map(is_weight, ins))
+        children = node.children.get(i, ())
+        if children and (weights or self.rebuild_all or any(child.live for child in children)):
+            return REBUILD[eqn.primitive.name](self, eqn, ins, children)
+        if weights:
+            return self.move(eqn, ins)
+        return jaxprs.bind(eqn, ins)
+
+    def site(self, site: TracedSite, ins: Sequence[Any]) -> Any:
+        with site.eqn.ctx.manager:
+            out = self.at_site(site, ins)
+        return fit(out, site.eqn.outvars[0].aval, site.site.id)
+
+    def move(self, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
+        """A weight meets an ordinary equation: move it if that is layout, else read it as float."""
+        rule = MOVES.get(eqn.primitive.name)
+        if rule is not None:
+            try:
+                with eqn.ctx.manager:
+                    return rule(eqn, ins)
+            except CannotMove:
+                pass
+        return jaxprs.bind(eqn, self.floats(ins, eqn.primitive.name))
+
+    def floats(self, values: Sequence[Any], why: str) -> list[Any]:
+        """Values with every weight dequantized, and remembered."""
+        self.dequantized.extend((v.leaf, why) for v in values if is_weight(v))
+        return [plain(v) for v in values]
+
+
+def fit(out: Any, aval: Any, where: str) -> Any:
+    """The invariant after a replaced equation: shape, dtype and explicit sharding are the equation's."""
+    if out.shape != aval.shape:
+        raise AssertionError(
+            f"{where}: the quantized op returned shape {out.shape}, the model's equation {aval.shape}"
+        )
+    out = out.astype(aval.dtype)
+    wanted = aval.sharding
+    if wanted.mesh.are_all_axes_explicit and jax.typeof(out).sharding != wanted:
+        out = jax.sharding.reshard(out, wanted)
+    return out

@@ -1,0 +1,180 @@
+"""Reading JAX's equations: the one file that knows what the params of a primitive are called.
+
+Equation params are data, not API: they move between JAX releases. Everything else in fewbit asks the
+functions here, and `tests/test_jaxprs.py` pins each name by tracing the operation that makes it.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+Eqn = Any  # jax.extend.core.JaxprEqn; spelled Any because its attributes are not typed
+Jaxpr = Any
+
+# Primitives whose products fewbit can quantize -> the op name people write in rules.
+SITE_PRIMITIVES = {
+    "dot_general": "dot_general",
+    "conv_general_dilated": "conv_general_dilated",
+    "ragged_dot_general": "ragged_dot",
+    "gather": "take",
+}
+
+# Primitives that carry a kernel or a solver of their own: never opened, listed in the plan.
+OPAQUE_PRIMITIVES = frozenset(
+    {"pallas_call", "composite", "custom_linear_solve", "custom_partitioning", "reduce", "ffi_call"}
+)
+
+
+def bind(eqn: Eqn, args: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation exactly as it was traced (mesh, compute type and metadata included)."""
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """The plain Jaxpr inside a ClosedJaxpr (or the Jaxpr itself)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants(jaxpr: Any) -> tuple[Any, ...]:
+    """The constants closed over by a ClosedJaxpr; none for an open one."""
+    return tuple(getattr(jaxpr, "consts", ()))
+
+
+def is_literal(var: Any) -> bool:
+    return isinstance(var, jex.Literal)
+
+
+# --- primitives with bodies -------------------------------------------------------------------------
+
+
+class ScanParams(NamedTuple):
+    body: Any
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+class WhileParams(NamedTuple):
+    cond: Any
+    body: Any
+    num_cond_consts: int
+    num_body_consts: int
+
+
+class ShardMapParams(NamedTuple):
+    body: Any
+    mesh: Any
+    in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
+    check_vma: bool
+    axis_names: frozenset[str]
+
+
+def scan_params(eqn: Eqn) -> ScanParams:
+    p = eqn.params
+    return ScanParams(
+        p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"], p["unroll"]
+    )
+
+
+def while_params(eqn: Eqn) -> WhileParams:
+    p = eqn.params
+    return WhileParams(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def shard_map_params(eqn: Eqn) -> ShardMapParams:
+    p = eqn.params
+    return ShardMapParams(
+        p["jaxpr"],
+        p["mesh"],
+        tuple(p["in_specs"]),
+        tuple(p["out_specs"]),
+        p["check_vma"],
+        frozenset(p["newly_manual_axes"]),
+    )
+
+
+def bodies(eqn: Eqn) -> tuple[Any, ...]:
+    """The jaxprs fewbit walks into, in program order; empty for an equation without (or opaque)."""
+    name, p = eqn.primitive.name, eqn.params
+    if name == "while":
+        return (p["cond_jaxpr"], p["body_jaxpr"])
+    if name == "cond":
+        return tuple(p["branches"])
+    if name in ("jit", "scan", "remat2", "shard_map"):
+        return (p["jaxpr"],)
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return (p["call_jaxpr"],)
+    return ()
+
+
+def contains_product(jaxpr: Any) -> bool:
+    """Whether a matrix product or convolution stands anywhere inside (opaque bodies included)."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in SITE_PRIMITIVES and eqn.primitive.name != "gather":
+            return True
+        if any(contains_product(sub) for sub in jex.jaxprs_in_params(eqn.params)):
+            return True
+    return False
+
+
+def kernel_name(eqn: Eqn) -> str:
+    """What a person would call an opaque equation."""
+    p = eqn.params
+    name = p.get("name") or getattr(p.get("name_and_src_info"), "name", "")
+    return f"{eqn.primitive.name} {name!s}".strip()
+
+
+# --- name stacks ------------------------------------------------------------------------------------
+
+_SCOPE = re.compile(r"fewbit\[([^\]|]*)\|([^\]]*)\]")
+_EINSUM = re.compile(r"[A-Za-z.]*(?:,[A-Za-z.]*)+(?:->[A-Za-z.]*)?|[A-Za-z.]+->[A-Za-z.]*")
+_WRAPPER = re.compile(r"\b(?:vmap|jvp|transpose|checkpoint|rematted_computation|jit)\(")
+
+
+class Where(NamedTuple):
+    """What a name stack tells: the innermost module, its class, the user's own scopes after it."""
+
+    path: str
+    class_name: str
+    user_scope: str
+    einsum: str
+    backward: bool
+    in_module: bool
+
+
+def scope_name(path: str, class_name: str) -> str:
+    """The bracketed scope that a front end opens around one module call."""
+    return f"fewbit[{path}|{class_name}]"
+
+
+def join_stack(outer: str, eqn: Eqn) -> str:
+    """Inner jaxprs carry their stack relative to the equation that holds them."""
+    inner = str(eqn.source_info.name_stack)
+    return f"{outer}/{inner}" if outer and inner else outer or inner
+
+
+def where(stack: str) -> Where:
+    """Read a joined name stack.
+
+    >>> where("fewbit[enc/up|Dense]/vmap(bi,io->bo)")[:4]
+    ('enc/up', 'Dense', '', 'bi,io->bo')
+    >>> where("attn/scores")[:3]
+    ('', '', 'attn/scores')
+    """
+    backward = "transpose(" in stack
+    found = list(_SCOPE.finditer(stack))
+    path, class_name = found[-1].groups() if found else ("", "")
+    tail = stack[found[-1].end() :] if found else stack
+    parts = [part for part in _WRAPPER.sub("", tail).replace(")", "").split("/") if part]
+    einsum = parts[-1] if parts and _EINSUM.fullmatch(parts[-1]) else ""
+    if einsum:
+        parts.pop()
+    scopes = [part for part in parts if not _EINSUM.fullmatch(part)]
+    return Where(path, class_name, "/".join(scopes), einsum, backward, bool(found))

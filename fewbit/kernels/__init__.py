@@ -1,0 +1,10 @@
+"""Which backend runs an operation on this machine: XLA (the reference) or native code (CPU).
+
+Importing this package loads nothing: the compiled library is opened, and its functions are
+registered with JAX, when it is first asked for. Without it everything runs through XLA.
+"""
+
+from fewbit.kernels._absmax import absmax_rows as absmax_rows
+from fewbit.kernels._info import KernelInfo as KernelInfo
+from fewbit.kernels._info import info as info
+from fewbit.kernels._native import native_available as native_available

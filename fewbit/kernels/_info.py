@@ -1,0 +1,107 @@
+"""What a person wants to know about the kernels of this machine, as one printable value."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from fewbit.kernels._native import native_part
+
+# For a machine without the compiled part: the CPU flags that the kernels of each level need.
+# Words as in fewbit/native/machine.cc.
+_ISA_FLAGS = {
+    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelInfo:
+    """Which kernels this process can use. Prints as a few readable lines.
+
+    Attributes:
+      native: whether the compiled part is open and registered.
+      missing: why it is not; None if it is.
+      path: the library's file, if one was found.
+      built_with: the jaxlib (and FFI version) it was compiled against.
+      isa: the best instruction set of this CPU that fewbit has a name for.
+      threads: CPUs this process may use.
+    """
+
+    native: bool
+    missing: str | None
+    path: str | None
+    built_with: str | None
+    isa: str
+    threads: int
+
+    def __str__(self) -> str:
+        if self.native:
+            native = f"yes, {self.path} (built with {self.built_with})"
+        else:
+            native = f"no, XLA runs everything: {self.missing}"
+        return "\n".join(
+            (
+                f"native kernels: {native}",
+                f"CPU:            {self.isa}",
+                f"threads:        {self.threads}",
+            )
+        )
+
+
+def info() -> KernelInfo:
+    """Describes the kernels of this machine; `print` it.
+
+    >>> from fewbit import kernels
+    >>> print(kernels.info())
+    native kernels: ...
+    CPU:            ...
+    threads:        ...
+    """
+    part = native_part()
+    built_with = f"jaxlib {part.jaxlib}, FFI {part.ffi}" if part.jaxlib else None
+    return KernelInfo(
+        native=part.missing is None,
+        missing=part.missing,
+        path=part.path,
+        built_with=built_with,
+        isa=part.isa or isa_from_flags(_cpu_flags()),
+        threads=usable_cpus(),
+    )
+
+
+def isa_from_flags(flags: set[str]) -> str:
+    """The instruction set level that CPU flags (as in /proc/cpuinfo) allow.
+
+    >>> isa_from_flags({"sse2", "avx2", "fma"})
+    'avx2'
+    >>> isa_from_flags({"sse2"})
+    'portable'
+    """
+    for level, needed in _ISA_FLAGS.items():
+        if needed <= flags:
+            return level
+    return "portable"
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may run on, which inside a container can be fewer than exist.
+
+    >>> usable_cpus() >= 1
+    True
+    """
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every operating system
+        return os.cpu_count() or 1
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("flags"):
+                    return set(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return set()

@@ -1,0 +1,135 @@
+"""Opens the compiled library once, on first use, and registers its functions with JAX."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import threading
+
+import jax
+
+LIBRARY_VARIABLE = "FEWBIT_NATIVE_LIBRARY"
+"""Environment variable: a library to open instead of the installed one; empty turns it off."""
+
+FUNCTIONS = ("fewbit_absmax_rows",)
+"""Symbols of the library, which are also the names of the FFI targets."""
+
+_LIBRARY_NAME = "libfewbit_native.so"
+
+_MSG_OFF = f"turned off: {LIBRARY_VARIABLE} is set and empty; unset it to use the native part"
+_MSG_NOT_BUILT = (
+    "not built: no {name} in {places}. Install the package with a C++17 compiler present "
+    "(`pip install .`, or `make .venv` in a checkout)"
+)
+_MSG_NOT_THERE = f"{LIBRARY_VARIABLE} names {{path}}, which is not a file; correct or unset it"
+_MSG_NOT_LOADED = (
+    "{path} does not load: {error}. Rebuild it for this machine: "
+    "`pip install --force-reinstall --no-deps .`"
+)
+_MSG_NOT_REGISTERED = (
+    "jaxlib {here} refuses the functions of {path}, built against jaxlib {built} "
+    "(FFI {major}.{minor}): {error}. Rebuild it: `pip install --force-reinstall --no-deps .`"
+)
+
+_registration = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class NativePart:
+    """The compiled library, open and registered, or the reason why it is not.
+
+    Attributes:
+      path: the file, or None if there is none.
+      missing: why the native part cannot be used; None if it can.
+      isa: what the library found in the CPU (`avx512vnni`, `avx2`, `portable`).
+      jaxlib: the jaxlib version whose FFI headers it was compiled with.
+      ffi: the FFI version of those headers.
+    """
+
+    path: str | None = None
+    missing: str | None = None
+    isa: str | None = None
+    jaxlib: str | None = None
+    ffi: str | None = None
+
+
+def native_available() -> bool:
+    """Whether the compiled part can be used in this process. The first call opens it.
+
+    >>> import fewbit.kernels
+    >>> fewbit.kernels.native_available() == (fewbit.kernels.info().missing is None)
+    True
+    """
+    return native_part().missing is None
+
+
+def native_part() -> NativePart:
+    """The compiled library, opened and registered at the first call.
+
+    >>> native_part() is native_part()
+    True
+    """
+    # functools.cache alone would let two threads register side by side.
+    with _registration:
+        return _open_and_register()
+
+
+@functools.cache
+def _open_and_register() -> NativePart:
+    path, missing = _find()
+    if path is None:
+        return NativePart(missing=missing)
+    try:
+        library = ctypes.CDLL(str(path))
+        symbols = {name: getattr(library, name) for name in FUNCTIONS}
+        isa = _text(library, "fewbit_isa")
+        built = _text(library, "fewbit_jaxlib_version")
+        major = library.fewbit_ffi_api_major()
+        minor = library.fewbit_ffi_api_minor()
+    except (OSError, AttributeError) as error:  # AttributeError: a symbol of another version
+        return NativePart(path=str(path), missing=_MSG_NOT_LOADED.format(path=path, error=error))
+    part = NativePart(path=str(path), isa=isa, jaxlib=built, ffi=f"{major}.{minor}")
+    try:
+        for name, symbol in symbols.items():
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(symbol), platform="cpu")
+    except Exception as error:  # the type is not public; a mismatch must not be fatal
+        reason = _MSG_NOT_REGISTERED.format(
+            here=_jaxlib_version(), path=path, built=built, major=major, minor=minor, error=error
+        )
+        return dataclasses.replace(part, missing=reason)
+    return part
+
+
+def _find() -> tuple[pathlib.Path | None, str | None]:
+    named = os.environ.get(LIBRARY_VARIABLE)
+    if named is not None:
+        if not named:
+            return None, _MSG_OFF
+        if not os.path.isfile(named):
+            return None, _MSG_NOT_THERE.format(path=named)
+        return pathlib.Path(named), None
+    # An editable install has two places: the sources and what the build installed.
+    spec = importlib.util.find_spec("fewbit")
+    roots = list(spec.submodule_search_locations or ()) if spec else []
+    places = [pathlib.Path(root) / "native" for root in roots]
+    for place in places:
+        if (place / _LIBRARY_NAME).is_file():
+            return place / _LIBRARY_NAME, None
+    shown = " or ".join(str(place) for place in places)
+    return None, _MSG_NOT_BUILT.format(name=_LIBRARY_NAME, places=shown)
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    function = getattr(library, name)
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def _jaxlib_version() -> str:
+    import jaxlib
+
+    return jaxlib.__version__

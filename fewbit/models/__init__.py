@@ -1,0 +1,94 @@
+"""Front ends: how each kind of model becomes a pure function and back.
+
+A front end is loaded when a model of its kind is first seen; `import fewbit` loads none.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fewbit._plan import Plan
+from fewbit.modes.provider import QuantizationProvider
+from fewbit.modes.ptq import PtqProvider
+from fewbit.rules import QuantizationRule
+
+_KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
+
+
+def front_end(model: Any) -> Any:
+    """The module of `fewbit.models` that handles this model."""
+    for framework, base, name in _KINDS:
+        loaded = sys.modules.get(framework)
+        if loaded is not None and isinstance(model, getattr(loaded, base)):
+            return importlib.import_module(f"fewbit.models.{name}")
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(model, keras.Model):
+        raise NotImplementedError(
+            "Keras models are not supported yet. Quantize model.stateless_call as a plain function of "
+            "its trainable variables: fewbit.quantize_model(f, provider)."
+        )
+    if callable(model) and not isinstance(model, type):
+        return importlib.import_module("fewbit.models.function")
+    raise ValueError(
+        f"Unsupported model type: {type(model)}. fewbit takes a Flax Linen module, a Flax NNX module or "
+        "a function f(params, *args); for a class, pass an instance."
+    )
+
+
+def quantize_model(
+    model: Any,
+    provider: QuantizationProvider,
+    *model_inputs: Any,
+    methods: Sequence[str] = ("__call__",),
+    **model_inputs_kwargs: Any,
+) -> Any:
+    """A quantized model from a float one, which stays usable.
+
+    Linen modules and plain functions take no inputs (their parameters are quantized by
+    `quantize_params`); an NNX module holds its parameters, so example inputs (abstract ones do) are
+    needed to find them: `quantize_model(model, provider, x)`.
+
+    >>> import fewbit, jax.numpy as jnp
+    >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]
+    >>> f = lambda params, x: x @ params['w']
+    >>> params, x = {'w': jnp.eye(3)}, jnp.ones((2, 3))
+    >>> qparams = fewbit.quantize_params(params, fewbit.plan(f, rules, params, x))
+    >>> qf = quantize_model(f, fewbit.PtqProvider(rules))
+    >>> print(qf(qparams, x)[0].round(2))
+    [1. 1. 1.]
+    """
+    if not isinstance(provider, QuantizationProvider):
+        raise TypeError(
+            f"quantize_model takes a provider, got {type(provider).__name__}. "
+            "Write quantize_model(model, PtqProvider(rules), ...)."
+        )
+    return front_end(model).quantize(
+        model, provider, *model_inputs, methods=tuple(methods), **model_inputs_kwargs
+    )
+
+
+def plan(
+    model: Any,
+    rules: Iterable[QuantizationRule] | QuantizationProvider,
+    *inputs: Any,
+    methods: Sequence[str] = ("__call__",),
+    strict: bool = True,
+    **kwargs: Any,
+) -> Plan:
+    """What would happen to `model` under `rules`, before anything does. Needs no weights.
+
+    Inputs are the model's own; for a plain function the parameter tree comes first. Abstract values
+    (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a provider.
+
+    >>> import fewbit, jax
+    >>> f = lambda params, x: x @ params['w']
+    >>> w, x = jax.ShapeDtypeStruct((64, 32), 'float32'), jax.ShapeDtypeStruct((8, 64), 'float32')
+    >>> p = plan(f, [fewbit.QuantizationRule(weight_qtype='int8')], {'w': w}, x)
+    >>> [(row.site.id, row.weight_qtype, row.granularity) for row in p.sites]
+    [('w:dot_general0', 'int8', 'per-channel')]
+    >>> p.totals.bytes_before, p.totals.bytes_after
+    (8192, 2176)
+    """
+    provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
+    return front_end(model).plan(model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs)

@@ -1,0 +1,33 @@
+"""From runners and inputs to a Plan: what every front end's `plan` ends in."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fewbit._plan import Plan
+from fewbit.engine import Runner
+from fewbit.planner import Leaf, Request, decide, make_plan
+
+
+def plan_runs(
+    runs: Sequence[tuple[Runner, Any]], *, kind: str, strict: bool
+) -> tuple[Plan, dict[str, Request]]:
+    """One plan over one or more methods of a model, and the storage it asks of each parameter."""
+    provider = runs[0][0].provider
+    traces = [runner.trace(tree) for runner, tree in runs]
+    leaves: dict[str, Leaf] = {}
+    for traced in traces:
+        leaves.update((leaf.path, leaf) for leaf in traced.leaves if leaf is not None)
+
+    def observe(k: int, requests: dict[str, Request]):
+        runner = runs[k][0]
+        decisions = decide(traces[k].program, runner.rule_for(traces[k].values))
+        return runner.observe(traces[k], decisions, requests)
+
+    return make_plan(
+        provider,
+        [(runner.method, traced.program) for (runner, _), traced in zip(runs, traces, strict=True)],
+        list(leaves.values()),
+        kind=kind,
+        observe=observe,
+        strict=strict,
+    )

@@ -1,0 +1,206 @@
+"""The provider: rules plus what happens at a Site. Subclass it to change an op.
+
+The interpreter calls `provider.dot_general(...)`, `.einsum(...)`, `.conv_general_dilated(...)`,
+`.ragged_dot(...)` or `.take(...)` for each Site, with the weight as a `QArray` when it is stored
+quantized. Inside such a method `_get_current_rule_and_op_id(op)` tells the rule and the Site's number.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit import current
+from fewbit.qarray import QArray, dequantize
+from fewbit.rules import QuantizationRule, first_match
+
+_MSG_NOT_TRACED = (
+    "Quantization is not completed yet. Please call `quantize_model` before calling "
+    "`get_unused_rules`. A Linen model or a plain function is traced at its first `init`, `apply` or "
+    "call; `fewbit.plan(model, rules, *inputs)` tells at once which rules match nothing."
+)
+_MSG_NO_MODULE = (
+    "Current module is not known. `_get_current_rule_and_op_id` answers only while a quantized model "
+    "is traced or run; outside of one `fewbit.get_current_rule(op_name)` returns None."
+)
+
+
+class QuantizationProvider:
+    """Rules, and the float ops: the base that modes build on.
+
+    >>> from fewbit import QuantizationRule
+    >>> provider = QuantizationProvider([QuantizationRule(module_path='up', weight_qtype='int8')])
+    >>> provider.rule_for('up', 'dot_general')[0], provider.rule_for('down', 'dot_general')[0]
+    (0, None)
+    """
+
+    quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float (training)
+
+    def __init__(
+        self,
+        rules: Iterable[QuantizationRule],
+        *,
+        disable_jit: bool = False,
+        strict: bool = True,
+    ):
+        if isinstance(rules, QuantizationRule):
+            rules = [rules]
+        self.rules: tuple[QuantizationRule, ...] = tuple(self._init_rule(rule) for rule in rules)
+        self.disable_jit = disable_jit
+        self.strict = strict
+        self._used_rules: set[int] | None = None
+        self._kernel_rules: set[int] = set()
+
+    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        if not isinstance(rule, QuantizationRule):
+            raise TypeError(
+                f"A provider takes QuantizationRule objects, got {type(rule).__name__}: {rule!r}. "
+                "Write QuantizationRule(module_path='.*', weight_qtype='int8'), or read rules from a "
+                "file with fewbit.rules_from_yaml(path)."
+            )
+        return rule
+
+    # Two providers made alike are alike, so that models quantized alike share classes and jit caches.
+    # A subclass may hold state of its own: it is only itself.
+    def _key(self) -> Any:
+        if type(self).__module__.startswith("fewbit."):
+            return (type(self), self.rules, self.disable_jit, self.strict)
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or self._key() is None:
+            return self is other
+        return isinstance(other, QuantizationProvider) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        key = self._key()
+        return object.__hash__(self) if key is None else hash(key)
+
+    def rule_for(self, path: str, op: str) -> tuple[int | None, QuantizationRule | None]:
+        """The first rule that matches, with its number."""
+        return first_match(self.rules, path, op)
+
+    def rule_for_kernel(self, path: str, op: str) -> QuantizationRule | None:
+        """As `rule_for`, for a kernel that asks by its own op name; counts as a use of the rule."""
+        index, rule = self.rule_for(path, op)
+        if index is not None:
+            self._kernel_rules.add(index)
+        return rule
+
+    def asked_by_kernel(self, index: int) -> bool:
+        """Whether a kernel has asked for this rule by its own op name."""
+        return index in self._kernel_rules
+
+    def mark_used(self, indices: Iterable[int]) -> None:
+        self._used_rules = (self._used_rules or set()) | set(indices)
+
+    def get_unused_rules(self) -> Sequence[QuantizationRule]:
+        """Rules that have matched no Site in what was traced so far."""
+        if self._used_rules is None:
+            raise ValueError(_MSG_NOT_TRACED)
+        return [rule for i, rule in enumerate(self.rules) if i not in self._used_rules | self._kernel_rules]
+
+    def process_model_inputs(self, model: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+        """A hook before a quantized model is called; returns what to call it with."""
+        return model, args, kwargs
+
+    def process_model_output(self, method_name: str, output: Any) -> Any:
+        """A hook after a quantized model was called."""
+        return output
+
+    def _get_current_rule_and_op_id(
+        self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False
+    ) -> tuple[QuantizationRule | None, str | None]:
+        here = current.current_site()
+        if here is not None:
+            return here.rule, None if only_rule else here.site.op_id
+        if not current.is_tracing():
+            raise ValueError(_MSG_NO_MODULE)
+        return current.get_current_rule(op_name), None
+
+    # --- the ops, in float: a weight stored quantized is dequantized first ---------------------------
+
+    def dot_general(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        return jax.lax.dot_general(
+            as_float(lhs),
+            as_float(rhs),
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    def einsum(
+        self,
+        einsum_str: str,
+        *operands: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        _dot_general: Callable[..., Any] = jax.lax.dot_general,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        floats = [as_float(x) for x in operands]
+        return jnp.einsum(
+            einsum_str,
+            *floats,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            _dot_general=_dot_general,
+            out_sharding=out_sharding,
+        )
+
+    def conv_general_dilated(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        return jax.lax.conv_general_dilated(as_float(lhs), as_float(rhs), *args, **kwargs)
+
+    def ragged_dot(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        group_offset: Any = None,
+    ) -> jax.Array:
+        return jax.lax.ragged_dot(
+            as_float(lhs),
+            as_float(rhs),
+            group_sizes,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )
+
+    def ragged_dot_general(
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        ragged_dot_dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        group_offset: Any = None,
+    ) -> jax.Array:
+        return jax.lax.ragged_dot_general(
+            as_float(lhs),
+            as_float(rhs),
+            group_sizes,
+            ragged_dot_dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            group_offset=group_offset,
+        )
+
+
+def as_float(operand: Any) -> Any:
+    """An operand as a float array."""
+    return dequantize(operand, operand.dtype) if isinstance(operand, QArray) else operand

@@ -1,0 +1,162 @@
+"""Post-training quantization: weights stored quantized, activations float or quantized on the fly.
+
+Gradients are straight-through: the value of a product with quantized activations is the quantized one,
+its derivative that of the float product with the dequantized weight.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from fewbit import current, ops
+from fewbit.modes.provider import QuantizationProvider, as_float
+from fewbit.numerics import should_quantize
+from fewbit.ops import granularity
+from fewbit.qarray import HowToQuantize, QArray, quantize_with
+from fewbit.rules import QuantizationRule
+
+Hows = Sequence[HowToQuantize | None]
+
+
+class BoxedParamProvider(QuantizationProvider):
+    """Parameters live as `WithAux(QArray)`; the common base of PTQ and LoRA."""
+
+    quantizes_params = True
+
+    def dot_general(
+        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None
+    ) -> jax.Array:
+        rule, _ = self._get_current_rule_and_op_id("dot_general")
+        numbers = dict(dimension_numbers=dimension_numbers, ndims=(lhs.ndim, rhs.ndim))
+
+        def product(lhs, rhs):
+            return ops.dot_general(
+                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+            )
+
+        hows = activation_hows(
+            rule, (lhs, rhs), lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how)
+        )
+        return quantized_product(
+            product, (lhs, rhs), hows, lambda *q: ops.describe_dot(*q, dimension_numbers)
+        )
+
+    def einsum(
+        self,
+        einsum_str,
+        *operands,
+        precision=None,
+        preferred_element_type=None,
+        _dot_general=None,
+        out_sharding=None,
+    ) -> jax.Array:
+        rule, _ = self._get_current_rule_and_op_id("einsum")
+        spec = dict(einsum_str=einsum_str, ndims=tuple(x.ndim for x in operands))
+
+        def product(*operands):
+            return ops.einsum(
+                einsum_str,
+                *operands,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+            )
+
+        hows = activation_hows(
+            rule, operands, lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how)
+        )
+        return quantized_product(
+            product, operands, hows, lambda *q: ops.describe_einsum(einsum_str, *q)
+        )
+
+    def conv_general_dilated(self, lhs, rhs, window_strides, padding, *args, **kwargs) -> jax.Array:
+        rule, _ = self._get_current_rule_and_op_id("conv_general_dilated")
+        numbers = kwargs.get("dimension_numbers", args[2] if len(args) > 2 else None)
+        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
+
+        def product(lhs, rhs):
+            return ops.conv_general_dilated(lhs, rhs, window_strides, padding, *args, **kwargs)
+
+        def how(for_lhs, tile_size=None, **fields):
+            return granularity.conv_how(dimension_numbers=numbers, for_lhs=for_lhs, **fields)
+
+        hows = activation_hows(rule, (lhs, rhs), how)
+        return quantized_product(product, (lhs, rhs), hows, ops.describe_conv)
+
+    def ragged_dot(
+        self, lhs, rhs, group_sizes, precision=None, preferred_element_type=None, group_offset=None
+    ) -> jax.Array:
+        rule, _ = self._get_current_rule_and_op_id("ragged_dot")
+
+        def product(lhs, rhs):
+            return ops.ragged_dot(
+                lhs, rhs, group_sizes, precision, preferred_element_type, group_offset
+            )
+
+        hows = activation_hows(
+            rule, (lhs, rhs), lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how)
+        )
+        return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot)
+
+
+class PtqProvider(BoxedParamProvider):
+    """Post-training quantization with the given rules.
+
+    >>> import fewbit, jax.numpy as jnp
+    >>> rules = [fewbit.QuantizationRule(weight_qtype='int8', act_qtype='int8')]
+    >>> f = lambda params, x: x @ params['w']
+    >>> params, x = {'w': jnp.eye(3)}, jnp.ones((2, 3))
+    >>> qparams = fewbit.quantize_params(params, fewbit.plan(f, rules, params, x))
+    >>> fewbit.quantize_model(f, PtqProvider(rules))(qparams, x).shape
+    (2, 3)
+    """
+
+
+def activation_hows(
+    rule: QuantizationRule | None, operands: Sequence[Any], how_for: Callable[..., HowToQuantize]
+) -> Hows:
+    """How to quantize each operand that is not a stored weight; None leaves it as it is."""
+    if rule is None or rule.weight_qtype is None or rule.act_qtype is None:
+        return (None,) * len(operands)
+    fields = dict(
+        qtype=rule.act_qtype,
+        tile_size=rule.tile_size,
+        calibration_method=rule.act_calibration_method or "absmax",
+    )
+    return tuple(
+        how_for(i == 0, **fields)
+        if not isinstance(x, QArray) and should_quantize(x.dtype)
+        else None
+        for i, x in enumerate(operands)
+    )
+
+
+def quantized_product(
+    product: Callable[..., jax.Array],
+    operands: Sequence[Any],
+    hows: Hows,
+    describe: Callable[..., str],
+) -> jax.Array:
+    """The product with operands quantized as `hows` say, differentiated as the float product."""
+
+    def value(operands):
+        quantized = [
+            x if how is None else quantize_with(x, how) for x, how in zip(operands, hows, strict=True)
+        ]
+        here = current.current_site()
+        if here is not None:
+            here.report(describe(*quantized))
+        return product(*quantized)
+
+    if all(how is None for how in hows):
+        return value(operands)
+
+    straight = jax.custom_jvp(value)
+
+    @straight.defjvp
+    def derivative(primals, tangents):
+        _, tangent = jax.jvp(lambda xs: product(*map(as_float, xs)), primals, tangents)
+        return straight(*primals), tangent
+
+    return straight(tuple(operands))

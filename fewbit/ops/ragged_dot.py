@@ -1,0 +1,251 @@
+"""ragged_dot and ragged_dot_general on QArrays.
+
+The product on codes covers scales per row, per group, per column and per tile of K. Scales that
+differ between groups are looked up per row: row m of the result belongs to the group that its index
+falls into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from fewbit.ops.decision import (
+    Decision,
+    from_formats,
+    is_constant,
+    may_overflow,
+    parts,
+    tile_on,
+    unwrap,
+)
+from fewbit.ops.scaling import (
+    as_floats,
+    operand,
+    placed_like,
+    result_dtype,
+    scale_dtype_for,
+    scale_in,
+)
+from fewbit.ops.sides import Side, sharding_with_tiles
+from fewbit.qarray import QArray
+
+_BASIC = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[0],
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Numbers:
+    lhs_contracting: tuple[int, ...]
+    rhs_contracting: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    ragged: int
+    group: int | None
+
+    @classmethod
+    def read(cls, numbers: lax.RaggedDotDimensionNumbers) -> _Numbers:
+        (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
+        groups = tuple(numbers.rhs_group_dimensions)
+        (ragged,) = numbers.lhs_ragged_dimensions
+        return cls(tuple(lc), tuple(rc), tuple(lb), tuple(rb), ragged, *(groups or (None,)))
+
+
+def decide_ragged_dot(
+    lhs: Any, rhs: Any, numbers: lax.RaggedDotDimensionNumbers, group_sizes_ndim: int = 1
+) -> Decision:
+    """The decision for a ragged product; shared by the op and by `describe_ragged_dot`."""
+    found = from_formats(lhs, rhs)
+    if not found.on_codes:
+        return found
+    for side, q in (("lhs", lhs), ("rhs", rhs)):
+        if q.zero_point is not None:
+            return Decision("dequantize", f"{side} has a zero point")
+    n = _Numbers.read(numbers)
+    if n.group is None:
+        summed = [(lhs, a) for a in n.lhs_contracting] + [(rhs, a) for a in n.rhs_contracting]
+        if not all(is_constant(q, axis) for q, axis in summed):
+            return Decision("dequantize", "the ragged axis is not a row axis and K is tiled")
+        tiles: list[int | None] = [None] * len(n.lhs_contracting)
+    else:
+        tiles = []
+        for a, b in zip(n.lhs_contracting, n.rhs_contracting, strict=True):
+            sizes = {
+                tile_on(q, part, axis)
+                for q, axis in ((lhs, a), (rhs, b))
+                for part in parts(q)
+                if part.shape[axis] > 1
+            }
+            if 1 in sizes:
+                return Decision("dequantize", f"lhs axis {a} has a scale for every value")
+            if len(sizes) > 1:
+                raise ValueError(
+                    "Contracting axes must be tiled with the same tile size. "
+                    f"Axis {a} of lhs and axis {b} of rhs have tiles of "
+                    f"{' and '.join(map(str, sorted(sizes)))}. Quantize both with one tile_size, "
+                    "or dequantize() one of them."
+                )
+            tiles.append(next(iter(sizes), None))
+        if group_sizes_ndim != 1 and (any(tiles) or rhs.scale.shape[n.group] != 1):
+            return Decision("dequantize", "group sizes differ between batches")
+    if found.arithmetic == "int8":
+        terms = math.prod(t or lhs.shape[a] for t, a in zip(tiles, n.lhs_contracting, strict=True))
+        if may_overflow(lhs, rhs, terms):
+            return Decision("dequantize", f"a sum of {terms} products could leave int32")
+    return dataclasses.replace(found, tiles=tuple(tiles))
+
+
+def describe_ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers = _BASIC,
+    group_sizes_ndim: int = 1,
+) -> str:
+    """Which path `ragged_dot` takes for these operands; abstract values are enough.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from fewbit.qarray import quantize
+    >>> x = jax.eval_shape(lambda: quantize(jnp.ones((8, 4)), 'int8', channelwise_axes=(0,)))
+    >>> w = jax.eval_shape(lambda: quantize(jnp.ones((2, 4, 3)), 'nf4', channelwise_axes=(0, 2)))
+    >>> describe_ragged_dot(x, w)
+    'dequantize + float ragged_dot'
+    """
+    decision = decide_ragged_dot(
+        unwrap(lhs), unwrap(rhs), ragged_dot_dimension_numbers, group_sizes_ndim
+    )
+    return decision.describe("ragged_dot")
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` where lhs (M, K) and rhs (G, K, N) may each be an array or a QArray.
+
+    >>> import jax.numpy as jnp
+    >>> from fewbit.qarray import quantize
+    >>> experts = quantize(jnp.ones((2, 4, 3)), 'int8', channelwise_axes=(0, 2))
+    >>> ragged_dot(jnp.ones((8, 4)), experts, jnp.array([5, 3])).shape
+    (8, 3)
+    """
+    return ragged_dot_general(
+        lhs,
+        rhs,
+        group_sizes,
+        _BASIC,
+        precision,
+        preferred_element_type,
+        group_offset,
+        out_sharding=out_sharding,
+    )
+
+
+def ragged_dot_general(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    group_offset: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot_general` where each side may be an array or a QArray.
+
+    >>> import jax.numpy as jnp
+    >>> from fewbit.qarray import quantize
+    >>> x = quantize(jnp.ones((8, 4)), 'int8', channelwise_axes=(0,))
+    >>> numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+    >>> ragged_dot_general(x, jnp.ones((2, 4, 3)), jnp.array([5, 3]), numbers).shape
+    (8, 3)
+    """
+    lhs, rhs, sizes = operand(lhs), operand(rhs), jnp.asarray(group_sizes)
+    numbers = ragged_dot_dimension_numbers
+    decision = decide_ragged_dot(lhs, rhs, numbers, sizes.ndim)
+    if decision.on_codes:
+        dtype = result_dtype((lhs, rhs), preferred_element_type)
+        placing = dict(group_offset=group_offset, out_sharding=out_sharding)
+        return _ragged_on_codes(lhs, rhs, sizes, _Numbers.read(numbers), decision, dtype, placing)
+    if decision.arithmetic != "float":
+        lhs, rhs = as_floats(lhs, rhs)
+    return lax.ragged_dot_general(
+        lhs,
+        rhs,
+        sizes,
+        numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        group_offset=group_offset,
+        out_sharding=out_sharding,
+    )
+
+
+def _ragged_on_codes(
+    lhs: QArray,
+    rhs: QArray,
+    sizes: jax.Array,
+    n: _Numbers,
+    decision: Decision,
+    dtype: Any,
+    placing: dict[str, Any],
+) -> jax.Array:
+    left = Side(lhs, n.lhs_batch, n.lhs_contracting, decision.tiles)
+    group = () if n.group is None else (n.group,)
+    right = Side(rhs, n.rhs_batch, n.rhs_contracting, decision.tiles, apart=group)
+    n_batch, n_tiled = len(left.batch), len(left.tiled)
+    if placing["out_sharding"] is not None and n_tiled:
+        asked = sharding_with_tiles(placing["out_sharding"], left, right, n_batch)
+        placing = placing | dict(out_sharding=asked)
+    total = lax.ragged_dot_general(
+        left.codes,
+        right.codes,
+        sizes,
+        lax.RaggedDotDimensionNumbers(
+            ((left.contracting, right.contracting), (left.outer, right.outer)),
+            [left.place[n.ragged] + (n.ragged in left.tiled)],
+            [right.place[axis] for axis in group],
+        ),
+        preferred_element_type=jnp.int32 if decision.arithmetic == "int8" else jnp.float32,
+        **placing,
+    )
+    wide = scale_dtype_for(dtype, lhs, rhs)
+    lhs_scale = left.in_output(scale_in(lhs, wide), len(right.free), leads=True)
+    rhs_scale = right.in_output(scale_in(rhs, wide), len(left.free), leads=False)
+    if group:
+        rhs_scale = _per_row(rhs_scale, sizes, lhs, left.free.index(n.ragged) + len(left.outer), n)
+    elif n.ragged in n.lhs_contracting:
+        # Summing away a ragged axis gives one product per group, on a new leading axis.
+        lhs_scale, rhs_scale = lhs_scale[None], rhs_scale[None]
+    total = total.astype(wide)
+    total = total * placed_like(lhs_scale, total)
+    total = total * placed_like(rhs_scale, total)
+    if n_tiled:
+        total = jnp.sum(total, axis=tuple(range(n_batch, n_batch + n_tiled)))
+    return total.astype(dtype)
+
+
+def _per_row(
+    scale: jax.Array, sizes: jax.Array, lhs: QArray, row_axis: int, n: _Numbers
+) -> jax.Array:
+    """Scales with the group axis in front, looked up for each row; the row axis is 1-wide yet."""
+    if scale.shape[0] == 1:
+        return lax.squeeze(scale, (0,))
+    ends = jnp.cumsum(sizes)
+    rows = jnp.arange(lhs.shape[n.ragged], dtype=ends.dtype)
+    group_of_row = jnp.sum(rows[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    # Rows past the last group are zero in the product, so any finite scale serves them.
+    per_row = jnp.take(scale, group_of_row, axis=0, mode="clip")
+    return jnp.moveaxis(lax.squeeze(per_row, (row_axis + 1,)), 0, row_axis)

@@ -1,0 +1,74 @@
+"""One operand of a product on codes: split into tiles, with its parts laid out like the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit.ops.scaling import (
+    codes_for_product,
+    lay_out,
+    make_spec,
+    spec_of,
+    split_axis,
+    widen,
+)
+from fewbit.qarray import QArray
+
+
+class Side:
+    """Codes with contracting axes split, and where every axis went.
+
+    The output's layout is (batch, tiles, lhs free, rhs free). `apart` names axes that are none of
+    these (the group axis of a ragged product); they lead.
+    """
+
+    def __init__(
+        self,
+        q: QArray,
+        batch: Sequence[int],
+        contracting: Sequence[int],
+        tiles: Sequence[int | None],
+        apart: Sequence[int] = (),
+    ):
+        tile_of = {a: t for a, t in zip(contracting, tiles, strict=True) if t is not None}
+        self.q, self.batch, self.apart = q, list(batch), list(apart)
+        self.tiled = [axis for axis in contracting if axis in tile_of]
+        taken = {*batch, *contracting, *apart}
+        self.free = [axis for axis in range(q.ndim) if axis not in taken]
+        self.codes, self.zero_point = codes_for_product(q)
+        self.place: dict[int, int] = {}
+        for axis in range(q.ndim):
+            self.place[axis] = axis + sum(other < axis for other in tile_of)
+            if axis in tile_of:
+                self.codes = split_axis(self.codes, self.place[axis], tile_of[axis])
+        # A split axis leaves its tile count at its own place and the tile itself right after it.
+        self.contracting = [self.place[axis] + (axis in tile_of) for axis in contracting]
+        self.outer = [self.place[axis] for axis in (*self.batch, *self.tiled)]
+
+    def in_output(self, part: jax.Array, other_free: int, leads: bool) -> jax.Array:
+        """A scale or zero point in the output's layout."""
+        part = widen(part, self.q, [*self.apart, *self.batch, *self.free])
+        order = [*self.apart, *self.batch, *self.tiled, *self.free]
+        return lay_out(part, order, self._gap(other_free, leads))
+
+    def summed(self, other_free: int, leads: bool) -> jax.Array:
+        """Codes added up along each contraction (per tile), in the output's layout."""
+        total = jnp.sum(self.codes, axis=tuple(self.contracting), dtype=jnp.int32, keepdims=True)
+        free = [self.place[axis] for axis in self.free]
+        return lay_out(total, [*self.outer, *free], self._gap(other_free, leads))
+
+    def _gap(self, other_free: int, leads: bool) -> list[int]:
+        start = len(self.apart) + len(self.outer) + (len(self.free) if leads else 0)
+        return list(range(start, start + other_free))
+
+
+def sharding_with_tiles(out_sharding: Any, left: Side, right: Side, n_batch: int) -> Any:
+    """The asked placement with entries for the tile axes, which keep the operand's own."""
+    mesh, entries = spec_of(out_sharding, n_batch + len(left.free) + len(right.free))
+    own = jax.typeof(left.codes).sharding.spec
+    tile_entries = [own[axis] for axis in left.outer[n_batch:]]
+    return make_spec(mesh, [*entries[:n_batch], *tile_entries, *entries[n_batch:]])

@@ -1,0 +1,401 @@
+"""Plan: rules meet the traced program.
+
+Two steps. First, for every Site: which rule governs it, and what storage that asks of the parameter
+leaf behind it. Second, an abstract run of the interpreter on leaves so stored, which tells what really
+happens at each Site; the plan's `runs on` column is that report, not a guess.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from fewbit._plan import LeafPlan, Plan, SitePlan, stored_bytes
+from fewbit.numerics import qtype_name, should_quantize
+from fewbit.ops import granularity
+from fewbit.provenance import Changed, Constant, Origin, TileDoesNotFit, leaf_granularity
+from fewbit.qarray import HowToQuantize
+from fewbit.rules import QuantizationRule
+from fewbit.trace import Program, TracedSite, product_letters
+
+OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
+
+
+class PlanError(ValueError):
+    """A rule and a model do not fit; the message names the place and the cure."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens at one Site: the rule in force (None: float), or why it is left alone."""
+
+    rule_index: int | None
+    rule: QuantizationRule | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The storage one Site asks of a parameter leaf."""
+
+    leaf: str
+    how: HowToQuantize
+    site: TracedSite
+    rule: QuantizationRule
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter as the front end knows it."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+RuleFor = Callable[[TracedSite], tuple[int | None, QuantizationRule | None]]
+
+
+def decide(program: Program, rule_for: RuleFor) -> dict[str, Decision]:
+    """The decision for each Site, by Site id."""
+    decisions = {ts.site.id: _decide(ts, *rule_for(ts)) for ts in program.sites if ts.site.op != "take"}
+    in_product = {
+        ts.site.weight
+        for ts in program.sites
+        if ts.site.op != "take" and ts.site.weight and decisions[ts.site.id].rule is not None
+    }
+    for ts in program.sites:
+        if ts.site.op == "take":
+            decisions[ts.site.id] = _decide_look_up(ts, *rule_for(ts), ts.site.weight in in_product)
+    return decisions
+
+
+def _decide(ts: TracedSite, index: int | None, rule: QuantizationRule | None) -> Decision:
+    if rule is None:
+        return Decision(None, None, "no rule matches")
+    if rule.switched_off:
+        return Decision(index, None, f"rule {index} switches it off")
+    if ts.where.backward:
+        return Decision(index, None, f"backward of {ts.site.path or 'the model'}: stays float")
+    if not all(should_quantize(info.dtype) for info in (ts.site.lhs, ts.site.rhs)):
+        return Decision(index, None, f"operands are {ts.site.lhs.dtype} and {ts.site.rhs.dtype}")
+    if ts.site.op == "ragged_dot" and not is_plain_ragged(ts.eqn):
+        return Decision(index, None, "ragged product of another form than rows by groups")
+    if weight_operand(ts) is None and rule.act_qtype is None:
+        return Decision(index, None, _why_no_weight(ts))
+    return Decision(index, rule)
+
+
+def _why_no_weight(ts: TracedSite) -> str:
+    for source in reversed(ts.sources):
+        if isinstance(source, Changed):
+            return f"weight {source.leaf} is changed by {source.primitive} before the product"
+    if any(isinstance(s, Constant) for s in ts.sources):
+        return "weight is a constant of the function; pass it as a parameter"
+    return "product of two activations; the rule is weight-only"
+
+
+def _decide_look_up(
+    ts: TracedSite, index: int | None, rule: QuantizationRule | None, in_product: bool
+) -> Decision:
+    """A table look-up follows the product its table feeds; a table of its own must be named."""
+    if rule is not None and rule.switched_off and "take" in rule.op_names:
+        return Decision(index, None, f"rule {index} switches it off")
+    if rule is not None and not rule.switched_off and "take" in rule.op_names:
+        return Decision(index, rule)
+    if in_product:
+        return Decision(None if rule is None or rule.switched_off else index, rule, None)
+    if rule is None or rule.switched_off:
+        return _decide(ts, index, rule)
+    # The rule does nothing here, so this does not count as a match of it.
+    return Decision(None, None, "table of its own: name 'take' in op_names to quantize it")
+
+
+def is_plain_ragged(eqn: Any) -> bool:
+    """lhs (M, K), rhs (G, K, N), groups along M: what `lax.ragged_dot` makes."""
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    ((lc, rc), (lb, rb)) = numbers.dot_dimension_numbers
+    parts = (lc, rc, lb, rb, numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
+    return tuple(map(tuple, parts)) == ((1,), (1,), (), (), (0,), (0,))
+
+
+def weight_operand(ts: TracedSite) -> int | None:
+    """Which operand is the stored weight: either side of a product, only rhs of a conv or ragged_dot."""
+    sides = (1, 0) if ts.site.op in ("dot_general", "einsum") else (0,) if ts.site.op == "take" else (1,)
+    return next((k for k in sides if isinstance(ts.sources[k], Origin)), None)
+
+
+def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
+    """How the Site's weight would be stored, in the axes of its parameter."""
+    side = weight_operand(ts)
+    if side is None:
+        return None
+    origin: Origin = ts.sources[side]  # type: ignore[assignment]
+    ndims = tuple(v.aval.ndim for v in ts.eqn.invars[:2])
+    fields = dict(
+        qtype=rule.weight_qtype,
+        calibration_method=rule.weight_calibration_method,
+        scale_dtype=rule.scale_dtype,
+    )
+    tile, params = rule.tile_size, ts.eqn.params
+    place = f"{ts.site.id} ({_shape(origin.leaf_shape)} parameter '{origin.leaf}')"
+    try:
+        if ts.site.op == "take":
+            (axis,) = params["dimension_numbers"].collapsed_slice_dims
+            local = granularity.take_how(ndims[0], axis=axis, tile_size=tile, **fields)
+        elif ts.site.op == "conv_general_dilated":
+            if tile is not None:
+                raise ValueError("subchannel is not supported for conv_general_dilated.")
+            local = granularity.conv_how(
+                dimension_numbers=params["dimension_numbers"], for_lhs=False, **fields
+            )
+        elif ts.site.op == "ragged_dot":
+            local = granularity.ragged_dot_how(for_lhs=False, tile_size=tile, **fields)
+        else:
+            numbers = params["dimension_numbers"]
+            common = dict(ndims=ndims, for_lhs=side == 0, tile_size=tile, **fields)
+            local = (
+                granularity.dot_how(dimension_numbers=numbers, **common)
+                if ts.site.op == "dot_general"
+                else granularity.einsum_how(einsum_str=product_letters(numbers, *ndims), **common)
+            )
+        shape = ts.eqn.invars[side].aval.shape
+        tiled = {
+            a % len(shape): (t if isinstance(t, int) else max(round(shape[a] * t), 1))
+            for a, t in local.tiled_axes.items()
+        }
+        for axis, size in tiled.items():
+            if size > shape[axis]:
+                raise TileDoesNotFit(f"{_shape(shape)} cannot be tiled as {{{axis}: {size}}}.")
+        channelwise, tiles = leaf_granularity(origin, local.channelwise_axes, tiled)
+    except ValueError as error:
+        raise PlanError(
+            f"{place}: {error} The rule is {rule!r}. Give this path a rule of its own with a "
+            f"tile_size that fits (or None), before the general one."
+        ) from error
+    how = HowToQuantize(channelwise_axes=channelwise, tiled_axes=tiles, **fields)
+    return Request(origin.leaf, how, ts, rule)
+
+
+def storage(programs: Sequence[Program], decisions: Sequence[dict[str, Decision]]) -> dict[str, Request]:
+    """One request per leaf. Two Sites that want a leaf stored differently are an error naming both."""
+    chosen: dict[str, Request] = {}
+    look_ups: list[Request] = []
+    excluded: dict[str, TracedSite] = {}
+    for program, decided in zip(programs, decisions, strict=True):
+        for ts in program.sites:
+            decision = decided[ts.site.id]
+            if decision.rule is None:
+                switched = decision.reason is not None and "switches it off" in decision.reason
+                if switched and ts.site.weight and weight_operand(ts) is not None:
+                    excluded.setdefault(ts.site.weight, ts)
+                continue
+            if ts.site.op == "take" and "take" not in decision.rule.op_names:
+                continue  # it reads the table as the product stores it
+            wanted = request(ts, decision.rule)
+            if wanted is None:
+                continue
+            if ts.site.op == "take":
+                look_ups.append(wanted)
+                continue
+            first = chosen.setdefault(wanted.leaf, wanted)
+            if not _same_storage(first.how, wanted.how):
+                raise PlanError(_conflict(first, wanted))
+    for wanted in look_ups:  # a product's granularity serves a look-up, not the other way round
+        first = chosen.setdefault(wanted.leaf, wanted)
+        if first.site.site.op == "take" and not _same_storage(first.how, wanted.how):
+            raise PlanError(_conflict(first, wanted))
+    for leaf, ts in excluded.items():
+        if leaf in chosen:
+            raise PlanError(
+                f"Parameter '{leaf}' is wanted as {qtype_name(chosen[leaf].how.qtype)} by "
+                f"{chosen[leaf].site.site.id} and kept float by {ts.site.id}, which a rule with "
+                "weight_qtype=None matches. One parameter is stored once: let the exclusion cover "
+                "both Sites, or drop it."
+            )
+    return chosen
+
+
+def _same_storage(a: HowToQuantize, b: HowToQuantize) -> bool:
+    fields = ("qtype", "channelwise_axes", "tiled_axes", "calibration_method", "scale_dtype")
+    return all(getattr(a, f) == getattr(b, f) for f in fields)
+
+
+def _conflict(a: Request, b: Request) -> str:
+    def want(r: Request) -> str:
+        return f"{r.site.site.id} wants {qtype_name(r.how.qtype)} with {granularity_text(r.how)}"
+
+    return (
+        f"Parameter '{a.leaf}' is used by two Sites that want it stored differently: {want(a)} "
+        f"(scales on axes {a.how.channelwise_axes}, tiles {dict(a.how.tiled_axes)}); {want(b)} "
+        f"(scales on axes {b.how.channelwise_axes}, tiles {dict(b.how.tiled_axes)}). Exclude one with "
+        f"QuantizationRule(module_path={b.site.site.path!r}, op_names=({b.site.site.op!r},)) and leave "
+        "the other, or exclude both: a leaf is stored once."
+    )
+
+
+def granularity_text(how: HowToQuantize | None) -> str:
+    """How a weight's scales are laid out, for the table."""
+    if how is None:
+        return ""
+    if how.tiled_axes:
+        return "tile " + "x".join(str(t) for t in how.tiled_axes.values())
+    return "per-channel" if how.channelwise_axes else "per-tensor"
+
+
+def make_plan(
+    provider: Any,
+    programs: Sequence[tuple[str, Program]],
+    leaves: Sequence[Leaf],
+    *,
+    kind: str,
+    observe: Callable[[int, dict[str, Request]], tuple[dict[str, str], list[tuple[str, str]]]],
+    strict: bool,
+) -> tuple[Plan, dict[str, Request]]:
+    """The plan of one model over one or more methods.
+
+    `observe(k, requests)` runs program k abstractly on leaves stored as requested and returns what ran
+    each Site and which leaves were dequantized by which primitive.
+    """
+    methods = [method for method, _ in programs]
+    decisions = [decide(p, lambda ts: provider.rule_for(ts.site.path, ts.site.op)) for _, p in programs]
+    requests = storage([p for _, p in programs], decisions) if provider.quantizes_params else {}
+    rows: list[SitePlan] = []
+    notes: list[str] = []
+    for k, (_, program) in enumerate(programs):
+        ran, dequantized = observe(k, requests)
+        rows += [_row(ts, decisions[k][ts.site.id], requests, ran) for ts in program.sites]
+        notes += program.opaque
+        notes += [
+            f"'{leaf}' is also read by {primitive}: dequantized there"
+            for leaf, primitive in dict.fromkeys(dequantized)
+        ]
+    used = {d.rule_index for decided in decisions for d in decided.values() if d.rule_index is not None}
+    used |= {i for i, rule in enumerate(provider.rules) if provider.asked_by_kernel(i)}
+    unmatched = tuple(i for i in range(len(provider.rules)) if i not in used)
+    provider.mark_used(used)
+    plan = Plan(
+        rules=provider.rules,
+        sites=tuple(rows),
+        leaves=tuple(_leaf_plan(leaf, requests, rows) for leaf in leaves),
+        notes=tuple(dict.fromkeys(notes)),
+        unmatched_rules=unmatched,
+        kind=kind,
+        methods=tuple(methods),
+    )
+    if unmatched:
+        complain(unmatched_message(plan, [provider.rules[i] for i in unmatched]), strict)
+    return plan, requests
+
+
+def complain(message: str, strict: bool) -> None:
+    """Strict: an error. Otherwise one warning."""
+    if strict:
+        raise PlanError(message + " Pass strict=False to turn this into a warning.")
+    import warnings
+
+    warnings.warn(message, stacklevel=3)
+
+
+def _row(
+    ts: TracedSite, decision: Decision, requests: dict[str, Request], ran: dict[str, str]
+) -> SitePlan:
+    site, rule = ts.site, decision.rule
+    stored = requests.get(site.weight) if site.weight and weight_operand(ts) is not None else None
+    if site.op == "take" and stored is not None and decision.reason is None:
+        note = () if stored.site is ts else (f"table stored for {stored.site.site.id}",)
+        return SitePlan(
+            site=site,
+            rule=decision.rule_index,
+            weight_qtype=qtype_name(stored.how.qtype),
+            act_qtype=None,
+            act_mode=None,
+            granularity=granularity_text(stored.how),
+            runs_on=ran.get(site.id, ""),
+            reason=None,
+            notes=note,
+        )
+    if rule is None:
+        reason = decision.reason or "no rule matches"
+        if stored is not None:
+            reason += f"; reads '{site.weight}' dequantized (stored for {stored.site.site.id})"
+        return SitePlan(
+            site=site,
+            rule=decision.rule_index,
+            weight_qtype=None,
+            act_qtype=None,
+            act_mode=None,
+            granularity="",
+            runs_on="float",
+            reason=reason,
+        )
+    act = None if rule.act_qtype is None else qtype_name(rule.act_qtype)
+    mode = None if act is None else ("static" if rule.act_static_scale else "dynamic")
+    text = granularity_text(stored.how) if stored else _act_granularity(rule)
+    return SitePlan(
+        site=site,
+        rule=decision.rule_index,
+        weight_qtype=qtype_name(stored.how.qtype) if stored else None,
+        act_qtype=act,
+        act_mode=mode,
+        granularity=text,
+        runs_on=ran.get(site.id, "not reached"),
+        reason=None,
+        notes=() if stored else ("product of two activations",),
+    )
+
+
+def _act_granularity(rule: QuantizationRule) -> str:
+    return f"tile {rule.tile_size}" if rule.tile_size is not None else "per-channel"
+
+
+def _leaf_plan(leaf: Leaf, requests: dict[str, Request], rows: Iterable[SitePlan]) -> LeafPlan:
+    wanted = requests.get(leaf.path)
+    before = prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+    return LeafPlan(
+        path=leaf.path,
+        shape=leaf.shape,
+        dtype=str(jnp.dtype(leaf.dtype)),
+        how=wanted.how if wanted else None,
+        bytes_before=before,
+        bytes_after=stored_bytes(leaf.shape, wanted.how, leaf.dtype) if wanted else before,
+        sites=tuple(row.site.id for row in rows if row.site.weight == leaf.path),
+        rule=wanted.rule if wanted else None,
+    )
+
+
+def unmatched_message(plan: Plan, rules: Sequence[QuantizationRule]) -> str:
+    """Which rules matched nothing, and what comes nearest."""
+    paths = list(dict.fromkeys(row.site.path for row in plan.sites))
+    ops = list(dict.fromkeys(row.site.op for row in plan.sites))
+    lines = []
+    for rule in rules:
+        text = f"{rule!r} matches no Site of the model."
+        unknown = [name for name in rule.op_names if name not in ops]
+        if unknown:
+            near = get_close_matches(unknown[0], [*ops, *OP_NAMES], 1, 0.3)
+            hint = f" The nearest is {near[0]!r}." if near else ""
+            text += f" No op is called {unknown[0]!r} here (there are: {', '.join(ops) or 'none'}).{hint}"
+        if not any(rule.matches(path, op) for path in paths for op in (rule.op_names or ops)):
+            plain = rule.module_path.replace(".*", "").replace("\\", "").strip("/")
+            near = get_close_matches(plain, paths, 3, 0.3) or paths[:3]
+            text += f" The nearest module paths are {', '.join(map(repr, near))}."
+        elif any(rule.matches(row.site.path, row.site.op) and row.site.op == "take" for row in plan.sites):
+            text += (
+                " It reaches only a table look-up; a table that feeds no product is quantized when the "
+                "rule names it: op_names=('take',)."
+            )
+        elif not unknown:
+            text += " An earlier rule matches first wherever it would."
+        lines.append(text)
+    head = "A rule matches nothing: " if len(lines) == 1 else f"{len(lines)} rules match nothing: "
+    return head + " ".join(lines)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "(" + ", ".join(map(str, shape)) + ")"
+
+

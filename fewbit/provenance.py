@@ -1,0 +1,136 @@
+"""Where an array comes from: a parameter leaf, seen through layout operations only.
+
+A weight is whatever an input leaf reaches through casts, transposes, reshapes and slices. Each axis of
+the array a product sees is written as a list of *atoms*, pieces of the leaf's own axes, so that the
+granularity an op wants for its operand can be said in terms of the stored leaf, whatever reshaping
+stands between them. A leaf axis that is absent from the operand (the layer axis of a scan-stacked
+weight) simply has no atom there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Atom:
+    """A piece of one leaf axis: `size` steps of `stride` elements along `axis`."""
+
+    axis: int | None  # None: an axis made by broadcasting, no part of the leaf
+    size: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """An array that is a parameter leaf up to layout; `axes[i]` are the atoms of its axis i."""
+
+    leaf: str
+    leaf_shape: tuple[int, ...]
+    axes: tuple[tuple[Atom, ...], ...]
+
+    @staticmethod
+    def of_leaf(leaf: str, shape: Sequence[int]) -> "Origin":
+        return Origin(leaf, tuple(shape), tuple((Atom(i, n),) for i, n in enumerate(shape)))
+
+    def with_axes(self, axes: Sequence[tuple[Atom, ...]]) -> "Origin":
+        return Origin(self.leaf, self.leaf_shape, tuple(axes))
+
+
+@dataclass(frozen=True)
+class Changed:
+    """An array computed from a parameter leaf by something that is not layout (`0.5 * w`)."""
+
+    leaf: str
+    primitive: str
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An array closed over by the function: not a parameter, so it cannot be replaced."""
+
+
+def reshape_axes(
+    axes: Sequence[tuple[Atom, ...]], new_shape: Sequence[int]
+) -> tuple[tuple[Atom, ...], ...] | None:
+    """Regroup atoms for a new shape, splitting those that a new axis boundary cuts; None if it cannot."""
+    queue = [atom for group in axes for atom in group if atom.size != 1]
+    out: list[tuple[Atom, ...]] = []
+    for target in new_shape:
+        group: list[Atom] = []
+        need = target
+        while need > 1:
+            if not queue:
+                return None
+            atom = queue.pop(0)
+            if need % atom.size == 0:
+                group.append(atom)
+                need //= atom.size
+            elif atom.size % need == 0:
+                minor = atom.size // need
+                group.append(Atom(atom.axis, need, atom.stride * minor))
+                queue.insert(0, Atom(atom.axis, minor, atom.stride))
+                need = 1
+            else:
+                return None
+        out.append(tuple(group))
+    return tuple(out) if not queue else None
+
+
+class TileDoesNotFit(ValueError):
+    """A tile asked for on an operand's axis has no counterpart on the stored leaf."""
+
+
+def leaf_granularity(
+    origin: Origin, channelwise: Sequence[int], tiled: Mapping[int, int]
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    """Say an operand's granularity in the leaf's own axes: (channelwise_axes, tiled_axes).
+
+    An axis of the leaf that the operand does not show is channelwise: another layer of the stack.
+    """
+    # For each leaf axis, (stride, size, what) of the atoms the operand shows: 'C' a scale per index,
+    # 'S' one shared scale, an int that many indices per scale.
+    seen: dict[int, list[tuple[int, int, str | int]]] = {i: [] for i in range(len(origin.leaf_shape))}
+    for local, atoms in enumerate(origin.axes):
+        left = tiled.get(local)
+        for atom in reversed(atoms):
+            what: str | int = "C" if local in channelwise else "S"
+            if left is not None:
+                if left >= atom.size and left % atom.size == 0:
+                    left //= atom.size
+                    what = "S"
+                elif left < atom.size and (atom.size % left == 0 or len(atoms) == 1):
+                    what, left = (left if left > 1 else "C"), 1
+                else:
+                    raise TileDoesNotFit(
+                        f"a tile of {tiled[local]} on an axis made of "
+                        f"{'x'.join(str(a.size) for a in atoms)} does not fall on whole rows of "
+                        f"parameter '{origin.leaf}' {origin.leaf_shape}"
+                    )
+            if atom.axis is not None:
+                seen[atom.axis].append((atom.stride, atom.size, what))
+    axes_channelwise, axes_tiled = [], {}
+    for axis, pieces in seen.items():
+        kind = _axis_granularity(sorted(pieces, key=lambda piece: piece[:1]), origin.leaf_shape[axis])
+        if kind == "C":
+            axes_channelwise.append(axis)
+        elif isinstance(kind, int):
+            axes_tiled[axis] = kind
+    return tuple(axes_channelwise), axes_tiled
+
+
+def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> str | int:
+    """One leaf axis, pieces from minor to major: 'C', 'S' or a tile size."""
+    whats = [what for _, _, what in pieces]
+    if not pieces or all(what == "C" for what in whats):
+        return "C"
+    if all(what == "S" for what in whats):
+        return "S"
+    tile, rest = 1, list(pieces)
+    while rest and rest[0][2] == "S":
+        tile *= rest.pop(0)[1]
+    if rest and isinstance(rest[0][2], int):
+        tile *= rest.pop(0)[2]  # type: ignore[operator]
+    if all(what == "C" for _, _, what in rest) and tile > 1:
+        return tile if tile < size else "S"
+    return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes
+

@@ -1,0 +1,204 @@
+"""Primitives with bodies, rebuilt around the interpreter: control flow stays control flow.
+
+Each function takes (interpreter, equation, operands, body nodes) and returns the equation's results.
+A weight enters a loop whole, as a constant, with the layer number as a scalar; it is never put into a
+carry, which may change it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fewbit import jaxprs
+from fewbit.jaxprs import Eqn
+from fewbit.qarray import QArray
+from fewbit.trace import Node
+from fewbit.weight import is_weight, map_parts, plain
+
+Interpreter = Any
+
+
+def _jit(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    """Inlined; only an output sharding that the inner function demanded is kept."""
+    with eqn.ctx.manager:
+        outs = run.run(nodes[0], ins)
+    shardings = eqn.params["out_shardings"]
+    for k, sharding in enumerate(shardings):
+        if isinstance(sharding, NamedSharding):
+            explicit = outs[k] is not None and sharding.mesh.are_all_axes_explicit
+            place = jax.sharding.reshard if explicit else lax.with_sharding_constraint
+            outs[k] = place(plain(outs[k]), sharding)
+    return outs
+
+
+def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    p = jaxprs.scan_params(eqn)
+    nc, nk = p.num_consts, p.num_carry
+    body = nodes[0].jaxpr
+    consts, carry, xs = ins[:nc], ins[nc : nc + nk], ins[nc + nk :]
+    held, carry = _hold_fixed_weights(run, body, nc, carry, "scan carry")
+    stacks = {k: x for k, x in enumerate(xs) if is_weight(x)}
+    sliced = [x for x in xs if not is_weight(x)]
+    forwarded = _forwarded(body.outvars[nk:], body.invars[nc + nk :])
+    kept = [j for j in range(len(body.outvars) - nk) if forwarded.get(j) not in stacks]
+
+    def step(moving, x):
+        i, rows = x
+        layer = {k: w.moved(w.array.at_layer(i)) for k, w in stacks.items()}
+        outs = run.run(nodes[0], consts + _weave(held, moving, nk) + _weave(layer, rows, len(xs)))
+        out_carry = [o for k, o in enumerate(outs[:nk]) if k not in held]
+        ys = [outs[nk + j] for j in kept]
+        return run.floats(out_carry, "scan carry"), run.floats(ys, "scan output")
+
+    index = jnp.arange(p.length, dtype=jnp.int32) if stacks else None
+    moving, ys = lax.scan(
+        step, carry, (index, sliced), length=p.length, reverse=p.reverse, unroll=p.unroll
+    )
+    through = {j: stacks[forwarded[j]] for j in range(len(body.outvars) - nk) if j not in kept}
+    return _weave(held, moving, nk) + _weave(through, ys, len(body.outvars) - nk)
+
+
+def _while(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    p = jaxprs.while_params(eqn)
+    nc, nb = p.num_cond_consts, p.num_body_consts
+    cond_consts, body_consts, carry = ins[:nc], ins[nc : nc + nb], ins[nc + nb :]
+    n = len(carry)
+    held, carry = _hold_fixed_weights(run, nodes[1].jaxpr, nb, carry, "while carry")
+
+    def keep_going(moving):
+        (go,) = run.run(nodes[0], cond_consts + _weave(held, moving, n))
+        return go
+
+    def step(moving):
+        outs = run.run(nodes[1], body_consts + _weave(held, moving, n))
+        return run.floats([o for k, o in enumerate(outs) if k not in held], "while carry")
+
+    return _weave(held, lax.while_loop(keep_going, step, carry), n)
+
+
+def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    index, *operands = ins
+
+    def branch(node: Node):
+        # A branch may return a weight untouched while another returns an array: floats from both.
+        return lambda *args: run.floats(run.run(node, args), "cond output")
+
+    return list(lax.switch(index, [branch(node) for node in nodes], *operands))
+
+
+def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    p = eqn.params
+
+    @jax.checkpoint(policy=p["policy"], prevent_cse=p["prevent_cse"])
+    def again(args):
+        return run.run(nodes[0], args)
+
+    return again(ins)
+
+
+def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    """Value from the quantized body, derivative from the author's own rule."""
+    @jax.custom_jvp
+    def value(args):
+        return run.floats(run.run(nodes[0], args), "custom_jvp output")
+
+    @value.defjvp
+    def derivative(primals, tangents):
+        _, tangent = jax.jvp(lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals, tangents)
+        return value(*primals), tangent
+
+    return value(ins)
+
+
+def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    """As `_custom_jvp`; the float results inside `forward` are dead code once compiled."""
+    @jax.custom_vjp
+    def value(args):
+        return run.floats(run.run(nodes[0], args), "custom_vjp output")
+
+    def forward(args):
+        _, pull = jax.vjp(lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), args)
+        return value(args), pull
+
+    value.defvjp(forward, lambda pull, cotangents: pull(cotangents))
+    return value(ins)
+
+
+def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
+    p = jaxprs.shard_map_params(eqn)
+    ins = [
+        v if not is_weight(v) or _can_shard(v.array, s, p.mesh) else run.floats([v], "shard_map")[0]
+        for v, s in zip(ins, p.in_specs, strict=True)
+    ]
+    specs = tuple(
+        v.moved(map_parts(lambda part, spec: spec, v.array, s)) if is_weight(v) else s
+        for v, s in zip(ins, p.in_specs, strict=True)
+    )
+    mapped = jax.shard_map(
+        lambda *args: tuple(run.floats(run.run(nodes[0], args), "shard_map output")),
+        mesh=p.mesh,
+        in_specs=specs,
+        out_specs=tuple(p.out_specs),
+        check_vma=p.check_vma,
+        axis_names=p.axis_names,
+    )
+    return list(mapped(*ins))
+
+
+def _can_shard(q: QArray, spec: PartitionSpec, mesh: Any) -> bool:
+    """Whether every part splits into whole tiles over the mesh axes of `spec`."""
+    for axis, names in enumerate(spec):
+        if names is None:
+            continue
+        ways = 1
+        for name in (names,) if isinstance(names, str) else names:
+            ways *= mesh.shape[name]
+        wide = q.scale.shape[axis]
+        if wide != 1 and (wide % ways or q.shape[axis] % wide):
+            return False
+        if q.layout != "plain" and axis == q.ndim - 1:
+            return False
+    return True
+
+
+REBUILD: dict[str, Callable[..., list[Any]]] = {
+    "jit": _jit,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "remat2": _remat,
+    "custom_jvp_call": _custom_jvp,
+    "custom_vjp_call": _custom_vjp,
+    "shard_map": _shard_map,
+}
+
+
+# --- small things the loops share -----------------------------------------------------------------
+
+
+def _weave(fixed: dict[int, Any], moving: Sequence[Any], n: int) -> list[Any]:
+    """n values: those of `fixed` at their places, the others in order."""
+    rest = iter(moving)
+    return [fixed[k] if k in fixed else next(rest) for k in range(n)]
+
+
+def _hold_fixed_weights(run: Interpreter, body: Any, first: int, carry: list[Any], why: str):
+    """Split a carry: weights that the body returns untouched are held, everything else moves."""
+    fixed = {
+        k: value
+        for k, value in enumerate(carry)
+        if is_weight(value) and body.outvars[k] is body.invars[first + k]
+    }
+    return fixed, run.floats([v for k, v in enumerate(carry) if k not in fixed], why)
+
+
+def _forwarded(outvars: Sequence[Any], invars: Sequence[Any]) -> dict[int, int]:
+    """Which outputs are inputs handed through unchanged: {output number: input number}."""
+    at = {var: k for k, var in enumerate(invars)}
+    return {
+        j: at[var] for j, var in enumerate(outvars) if not jaxprs.is_literal(var) and var in at
+    }

@@ -1,0 +1,118 @@
+"""At a Site: unpack the equation, call the provider's op, report what ran it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from fewbit import current, jaxprs
+from fewbit.moves import CannotMove
+from fewbit.planner import Decision, weight_operand
+from fewbit.trace import TracedSite, product_letters
+from fewbit.weight import is_weight, plain
+from fewbit.weight_moves import MOVES
+
+_METHODS = {
+    "dot_general": "dot_general",
+    "einsum": "einsum",
+    "conv_general_dilated": "conv_general_dilated",
+    "ragged_dot": "ragged_dot",
+}
+
+
+@dataclass
+class SiteRunner:
+    """The interpreter's `at_site`: decisions by Site id, products by the provider."""
+
+    provider: Any
+    decisions: Mapping[str, Decision]
+    report: Callable[[str, str], None] = lambda site_id, text: None
+
+    def __call__(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
+        site, rule = ts.site, self.decisions[ts.site.id].rule
+        if site.op == "take":
+            return self.look_up(ts, ins)
+        if rule is None:
+            return jaxprs.bind(ts.eqn, [plain(v) for v in ins])[0]
+        stored = weight_operand(ts)
+        both = site.op in ("dot_general", "einsum")
+        operands = [
+            v.array if is_weight(v) and (both or k == stored) else plain(v)
+            for k, v in enumerate(ins)
+        ]
+        method = getattr(self.provider, _METHODS[site.op])
+        own = type(self.provider).__dict__.get(_METHODS[site.op])
+        if own is not None and not own.__module__.startswith("fewbit."):
+            self.report(site.id, f"{type(self.provider).__name__}.{method.__name__}")
+        here = current.CurrentSite(site, rule, lambda text: self.report(site.id, text))
+        with current.at_site(here), jax.named_scope(site.path or site.op):
+            return _CALLS[site.op](method, ts.eqn, operands)
+
+    def look_up(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
+        self.report(ts.site.id, "xla gather")
+        if not is_weight(ins[0]):
+            return jaxprs.bind(ts.eqn, ins)[0]
+        try:
+            (rows,) = MOVES["gather"](ts.eqn, list(ins))
+        except CannotMove:
+            self.report(ts.site.id, "xla dequantize + gather")
+            return jaxprs.bind(ts.eqn, [plain(v) for v in ins])[0]
+        return plain(rows)
+
+
+def _dot_general(method: Callable[..., Any], eqn: Any, operands: Sequence[Any]) -> Any:
+    p = eqn.params
+    return method(
+        *operands,
+        p["dimension_numbers"],
+        precision=p["precision"],
+        preferred_element_type=p["preferred_element_type"],
+        out_sharding=p["out_sharding"],
+    )
+
+
+def _einsum(method: Callable[..., Any], eqn: Any, operands: Sequence[Any]) -> Any:
+    p = eqn.params
+    letters = product_letters(p["dimension_numbers"], *(v.aval.ndim for v in eqn.invars[:2]))
+    return method(
+        letters,
+        *operands,
+        precision=p["precision"],
+        preferred_element_type=p["preferred_element_type"],
+        out_sharding=p["out_sharding"],
+    )
+
+
+def _conv(method: Callable[..., Any], eqn: Any, operands: Sequence[Any]) -> Any:
+    p = eqn.params
+    names = (
+        "window_strides",
+        "padding",
+        "lhs_dilation",
+        "rhs_dilation",
+        "dimension_numbers",
+        "feature_group_count",
+        "batch_group_count",
+        "precision",
+        "preferred_element_type",
+    )
+    return method(*operands, **{name: p[name] for name in names})
+
+
+def _ragged_dot(method: Callable[..., Any], eqn: Any, operands: Sequence[Any]) -> Any:
+    p = eqn.params
+    return method(
+        *operands,
+        precision=p["precision"],
+        preferred_element_type=p["preferred_element_type"],
+        group_offset=p["group_offset"],
+    )
+
+
+_CALLS = {
+    "dot_general": _dot_general,
+    "einsum": _einsum,
+    "conv_general_dilated": _conv,
+    "ragged_dot": _ragged_dot,
+}

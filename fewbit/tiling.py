@@ -1,0 +1,181 @@
+"""Tiles: blocks of an axis that share one scale.
+
+A scale has the rank of its array. On each axis it holds one number per tile, where the tile is the
+whole axis (1 number), one element (as many numbers as elements), or a block in between. The last
+tile of an axis may be shorter than the others. All code that pairs numbers with their scales goes
+through the two functions here: `map_tiles` (elementwise) and `reduce_tiles` (one number per tile).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def scale_dims(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ...]:
+    """The scale's shape for an array cut into tiles, an uneven last tile counting as one.
+
+    >>> scale_dims((100, 64), (32, 64))
+    (4, 1)
+    """
+    return tuple(-(-d // t) if d else 1 for d, t in zip(shape, tile_shape, strict=True))
+
+
+def infer_tile_shape(
+    shape: Sequence[int], scale_shape: Sequence[int], tiles: Sequence[tuple[int, int]] = ()
+) -> tuple[int, ...]:
+    """Tile per axis from the two shapes; `tiles` holds (negative axis, tile) of uneven axes.
+
+    >>> infer_tile_shape((100, 64), (4, 2), ((-2, 32),))
+    (32, 32)
+    """
+    known = {axis + len(shape): tile for axis, tile in tiles}
+    result = []
+    for axis, (dim, count) in enumerate(zip(shape, scale_shape, strict=True)):
+        tile = known.get(axis)
+        if count == 1 or dim == 0:
+            result.append(dim)
+        elif tile is not None and -(-dim // tile) == count:
+            result.append(tile)
+        else:
+            result.append(dim // count)
+    return tuple(result)
+
+
+def uneven_tiles(
+    shape: Sequence[int], scale_shape: Sequence[int], tile_shape: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """The (negative axis, tile) pairs that `infer_tile_shape` cannot work out by itself.
+
+    >>> uneven_tiles((100, 64), (4, 2), (32, 32))
+    ((-2, 32),)
+    """
+    rank = len(shape)
+    return tuple(
+        (axis - rank, tile)
+        for axis, (dim, count, tile) in enumerate(zip(shape, scale_shape, tile_shape, strict=True))
+        if count > 1 and count * tile != dim
+    )
+
+
+def map_tiles(
+    fn: Callable[..., jax.Array],
+    array: jax.Array,
+    *parts: jax.Array | None,
+    tile_shape: Sequence[int],
+) -> jax.Array:
+    """Apply the elementwise `fn(array, *parts)`, each part spread over its tiles.
+
+    Parts are views with ones where they are shared, never copies of the array's size. None stays
+    None.
+
+    >>> x = jnp.arange(5.0)
+    >>> map_tiles(lambda x, s: x * s, x, jnp.array([1.0, 10.0, 100.0]), tile_shape=(2,))
+    Array([  0.,   1.,  20.,  30., 400.], dtype=float32)
+    """
+    axis = _first_uneven(array.shape, tile_shape)
+    if axis is not None:
+        even = array.shape[axis] // tile_shape[axis]
+        cut = even * tile_shape[axis]
+        body_parts = [_cut(part, axis, 0, even) for part in parts]
+        tail_parts = [_cut(part, axis, even, even + 1) for part in parts]
+        body = jax.lax.slice_in_dim(array, 0, cut, axis=axis)
+        tail = jax.lax.slice_in_dim(array, cut, array.shape[axis], axis=axis)
+        tail_tiles = _with(tile_shape, axis, array.shape[axis] - cut)
+        return jnp.concatenate(
+            [
+                map_tiles(fn, body, *body_parts, tile_shape=tile_shape),
+                map_tiles(fn, tail, *tail_parts, tile_shape=tail_tiles),
+            ],
+            axis=axis,
+        )
+    view = split_shape(array.shape, tile_shape)
+    views = [None if part is None else _part_view(part, array.shape, tile_shape) for part in parts]
+    return fn(array.reshape(view), *views).reshape(array.shape)
+
+
+def reduce_tiles(
+    fn: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    array: jax.Array,
+    tile_shape: Sequence[int],
+) -> jax.Array:
+    """One number per tile: `fn(view, axes)` reduces the given axes, keeping them as ones.
+
+    >>> reduce_tiles(lambda x, axes: x.max(axes, keepdims=True), jnp.arange(5.0), (2,))
+    Array([1., 3., 4.], dtype=float32)
+    """
+    axis = _first_uneven(array.shape, tile_shape)
+    if axis is not None:
+        cut = array.shape[axis] // tile_shape[axis] * tile_shape[axis]
+        body = jax.lax.slice_in_dim(array, 0, cut, axis=axis)
+        tail = jax.lax.slice_in_dim(array, cut, array.shape[axis], axis=axis)
+        tail_tiles = _with(tile_shape, axis, array.shape[axis] - cut)
+        return jnp.concatenate(
+            [reduce_tiles(fn, body, tile_shape), reduce_tiles(fn, tail, tail_tiles)], axis=axis
+        )
+    view = split_shape(array.shape, tile_shape)
+    # Axes are split into (tiles, tile) pairs, so the tiles are the odd ones.
+    reduced = fn(array.reshape(view), tuple(range(1, len(view), 2)))
+    return reduced.reshape(scale_dims(array.shape, tile_shape))
+
+
+def split_shape(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ...]:
+    """Every axis as a (tiles, tile) pair; tiles must be even.
+
+    >>> split_shape((64, 10), (32, 10))
+    (2, 32, 1, 10)
+    """
+    view: list[int] = []
+    for dim, tile in zip(shape, tile_shape, strict=True):
+        view += [dim // tile if dim else 1, tile]
+    return tuple(view)
+
+
+def expand(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int]) -> jax.Array:
+    """The part repeated to the array's full shape; prefer `map_tiles`, which copies nothing.
+
+    >>> expand(jnp.array([1.0, 2.0]), (3,), (2,))
+    Array([1., 1., 2.], dtype=float32)
+    """
+    for axis, (dim, tile) in enumerate(zip(shape, tile_shape, strict=True)):
+        if part.shape[axis] != dim:
+            repeats = dim if part.shape[axis] == 1 else tile
+            part = jnp.repeat(part, repeats, axis=axis)
+            part = jax.lax.slice_in_dim(part, 0, dim, axis=axis)
+    return part
+
+
+def _part_view(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int]) -> jax.Array:
+    view: list[int] = []
+    for axis, (dim, tile) in enumerate(zip(shape, tile_shape, strict=True)):
+        count, tiles = part.shape[axis], dim // tile if dim else 1
+        if count == 1:
+            view += [1, 1]
+        elif count == tiles:
+            view += [tiles, 1]
+        elif count == dim:
+            view += [tiles, tile]
+        else:  # tiled more finely or coarsely than the view: rare, so spend the memory
+            part = jnp.repeat(part, math.ceil(dim / count), axis=axis)
+            view += [tiles, tile]
+    return part.reshape(view)
+
+
+def _first_uneven(shape: Sequence[int], tile_shape: Sequence[int]) -> int | None:
+    for axis, (dim, tile) in enumerate(zip(shape, tile_shape, strict=True)):
+        if dim and dim % tile:
+            return axis
+    return None
+
+
+def _cut(part: jax.Array | None, axis: int, start: int, limit: int) -> jax.Array | None:
+    if part is None or part.shape[axis] == 1:
+        return part
+    return jax.lax.slice_in_dim(part, start, limit, axis=axis)
+
+
+def _with(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
+    return (*values[:axis], value, *values[axis + 1 :])

@@ -1,0 +1,383 @@
+"""Trace: a model's jaxpr, with every Site found, named, numbered and led back to its parameter.
+
+A pre-pass over the jaxpr builds a tree of `Node`s parallel to it. One inner jaxpr may be shared by many
+calls (JAX caches traces), so a Site cannot be told by its equation alone; its place in the Node tree
+tells it. The interpreter walks jaxpr and Nodes side by side and never numbers anything itself.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+
+from fewbit import jaxprs
+from fewbit._plan import ArrayInfo, Site
+from fewbit.jaxprs import Eqn, Jaxpr, Where
+from fewbit.provenance import Atom, Changed, Constant, Origin, reshape_axes
+
+Source = Origin | Changed | Constant | None
+
+
+@dataclass(frozen=True)
+class TracedSite:
+    """A Site with what only the trace knows: its equation and where each operand comes from."""
+
+    site: Site
+    eqn: Eqn
+    sources: tuple[Source, ...]
+    where: Where
+    in_vmap: bool = False
+
+
+@dataclass
+class Node:
+    """A jaxpr with the Sites among its equations and the Nodes of their bodies, by equation index."""
+
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...] = ()
+    sites: dict[int, TracedSite] = field(default_factory=dict)
+    children: dict[int, tuple["Node", ...]] = field(default_factory=dict)
+    live: bool = False  # a Site stands here or below
+
+    def walk_sites(self):
+        """All Sites below, in program order."""
+        for i in range(len(self.jaxpr.eqns)):
+            if i in self.sites:
+                yield self.sites[i]
+            for child in self.children.get(i, ()):
+                yield from child.walk_sites()
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A parameter leaf read by something other than layout or a Site."""
+
+    leaf: str
+    primitive: str
+    path: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced model: the Node tree, its Sites in order, and what the planner must mention."""
+
+    root: Node
+    sites: tuple[TracedSite, ...]
+    readers: tuple[Reader, ...]
+    opaque: tuple[str, ...]
+    out_tree: Any
+
+
+def analyse(
+    closed: Any,
+    leaves: Sequence[tuple[str, Any] | None],
+    *,
+    method: str = "__call__",
+    site_path: str = "module",
+    out_tree: Any = None,
+) -> Program:
+    """Find the Sites of a closed jaxpr.
+
+    `leaves[i]` is (parameter path, shape) when input i is a parameter, else None. `site_path` says how
+    a Site with a weight is named: 'module' (the module scope around it, else the parameter's parent) or
+    'leaf' (the parameter's own path, for plain functions).
+    """
+    walk = _Walk(method, site_path)
+    sources: list[Source] = [Origin.of_leaf(*leaf) if leaf else None for leaf in leaves]
+    node, _ = walk.body(closed, sources, "", 1)
+    return Program(
+        node, tuple(node.walk_sites()), tuple(dict.fromkeys(walk.readers)), tuple(walk.opaque), out_tree
+    )
+
+
+class _Walk:
+    """One pass over a jaxpr and its bodies."""
+
+    def __init__(self, method: str, site_path: str):
+        self.method, self.site_path = method, site_path
+        self.numbers: Counter[tuple[str, str]] = Counter()
+        self.readers: list[Reader] = []
+        self.opaque: list[str] = []
+
+    def body(
+        self, closed: Any, sources: Sequence[Source], stack: str, trips: int
+    ) -> tuple[Node, list[Source]]:
+        jaxpr = jaxprs.open_jaxpr(closed)
+        node = Node(jaxpr, jaxprs.constants(closed))
+        env: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
+        env.update((var, Constant()) for var in jaxpr.constvars)
+        for i, eqn in enumerate(jaxpr.eqns):
+            ins = [None if jaxprs.is_literal(v) else env.get(v) for v in eqn.invars]
+            outs = self.equation(node, i, eqn, ins, jaxprs.join_stack(stack, eqn), trips)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return node, [None if jaxprs.is_literal(v) else env.get(v) for v in jaxpr.outvars]
+
+    def equation(
+        self, node: Node, i: int, eqn: Eqn, ins: list[Source], stack: str, trips: int
+    ) -> Sequence[Source]:
+        name = eqn.primitive.name
+        if name in jaxprs.SITE_PRIMITIVES:
+            site = self.site(eqn, ins, stack, trips)
+            if site is not None:
+                node.sites[i], node.live = site, True
+                return [None] * len(eqn.outvars)
+        if name in jaxprs.OPAQUE_PRIMITIVES:
+            self.note_opaque(eqn, ins, stack)
+        bodies = jaxprs.bodies(eqn)
+        if bodies:
+            children, outs = self.with_bodies(eqn, bodies, ins, stack, trips)
+            node.children[i] = children
+            node.live = node.live or any(child.live for child in children)
+            return outs
+        if name in LAYOUT and isinstance(ins[0], Origin):
+            moved = LAYOUT[name](eqn, ins)
+            if moved is not None:
+                return moved
+        return self.changed(eqn, ins, stack)
+
+    def changed(self, eqn: Eqn, ins: list[Source], stack: str) -> Sequence[Source]:
+        """An ordinary equation: remember which leaves it reads, and whether its result is all weight."""
+        name = eqn.primitive.name
+        for source in ins:
+            if isinstance(source, Origin):
+                self.readers.append(Reader(source.leaf, name, jaxprs.where(stack).path))
+        data = [s for s, v in zip(ins, eqn.invars, strict=True) if not jaxprs.is_literal(v)]
+        weights = [s for s in data if isinstance(s, Origin | Changed)]
+        if weights and all(isinstance(s, Origin | Changed | Constant) for s in data):
+            first = weights[0]
+            what = first.primitive if isinstance(first, Changed) else name
+            return [Changed(first.leaf, what)] * len(eqn.outvars)
+        return [None] * len(eqn.outvars)
+
+    def note_opaque(self, eqn: Eqn, ins: list[Source], stack: str) -> None:
+        from jax.extend import core as jex
+
+        weights = sorted({s.leaf for s in ins if isinstance(s, Origin)})
+        if eqn.primitive.name == "reduce" and not weights:
+            return
+        products = any(map(jaxprs.contains_product, jex.jaxprs_in_params(eqn.params)))
+        place = jaxprs.where(stack).path or "the model's top level"
+        text = f"{jaxprs.kernel_name(eqn)} at {place} is opaque and runs as it is"
+        if weights:
+            text += f"; it reads {', '.join(weights)}"
+        if products:
+            text += "; products inside it are not quantized"
+        self.opaque.append(text)
+
+    def with_bodies(
+        self, eqn: Eqn, bodies: Sequence[Any], ins: list[Source], stack: str, trips: int
+    ) -> tuple[tuple[Node, ...], Sequence[Source]]:
+        name = eqn.primitive.name
+        if name == "scan":
+            return self.scan(eqn, ins, stack, trips)
+        if name == "while":
+            p = jaxprs.while_params(eqn)
+            nc, nb = p.num_cond_consts, p.num_body_consts
+            carry = _fixed_carry(jaxprs.open_jaxpr(p.body), nb, ins[nc + nb :])
+            cond, _ = self.body(p.cond, ins[:nc] + carry, stack, trips)
+            body, _ = self.body(p.body, ins[nc : nc + nb] + carry, stack, trips)
+            return (cond, body), carry
+        if name == "cond":
+            nodes, results = zip(
+                *(self.body(branch, ins[1:], stack, trips) for branch in bodies), strict=True
+            )
+            outs = [r[0] if all(s == r[0] for s in r) else None for r in zip(*results, strict=True)]
+            return nodes, outs
+        if name == "shard_map":  # inside, shapes are one shard's; outside, they are whole again
+            inner = jaxprs.open_jaxpr(bodies[0]).invars
+            shards = [
+                _sliced(s, v.aval.shape) if isinstance(s, Origin) else s
+                for s, v in zip(ins, inner, strict=True)
+            ]
+            node, outs = self.body(bodies[0], shards, stack, trips)
+            return (node,), [None] * len(outs)
+        node, outs = self.body(bodies[0], ins, stack, trips)
+        return (node,), outs
+
+    def scan(self, eqn: Eqn, ins: list[Source], stack: str, trips: int):
+        p = jaxprs.scan_params(eqn)
+        body = jaxprs.open_jaxpr(p.body)
+        nc, nk = p.num_consts, p.num_carry
+        carry = _fixed_carry(body, nc, ins[nc : nc + nk])
+        layers = [s.with_axes(s.axes[1:]) if isinstance(s, Origin) else s for s in ins[nc + nk :]]
+        node, _ = self.body(p.body, ins[:nc] + carry + layers, stack, trips * p.length)
+        forwarded = dict(zip(body.invars[nc + nk :], ins[nc + nk :], strict=True))
+        stacked = [None if jaxprs.is_literal(v) else forwarded.get(v) for v in body.outvars[nk:]]
+        return (node,), carry + stacked
+
+    def site(self, eqn: Eqn, ins: list[Source], stack: str, trips: int) -> TracedSite | None:
+        op = jaxprs.SITE_PRIMITIVES[eqn.primitive.name]
+        place = jaxprs.where(stack)
+        if op == "take" and not (isinstance(ins[0], Origin) and is_row_lookup(eqn)):
+            return None
+        if op == "dot_general" and place.einsum:
+            op = "einsum"
+        sources = tuple(ins[:2])
+        side = next((k for k in (1, 0) if isinstance(sources[k], Origin)), None)
+        weight = sources[side].leaf if side is not None else None  # type: ignore[union-attr]
+        path = self.path_of(place, weight)
+        index = self.numbers[path, op]
+        self.numbers[path, op] += 1
+        lhs, rhs, out = (_info(v) for v in (*eqn.invars[:2], eqn.outvars[0]))
+        macs = _multiply_adds(eqn) * trips
+        site = Site(
+            path=path,
+            op=op,
+            index=index,
+            method=self.method,
+            class_name=place.class_name,
+            lhs=lhs,
+            rhs=rhs,
+            out=out,
+            macs=macs,
+            trips=trips,
+            weight=weight,
+            weight_side=None if side is None else ("lhs", "rhs")[side],
+            spec=place.einsum or _spec(eqn),
+        )
+        return TracedSite(site, eqn, sources, place, "vmap(" in stack)
+
+    def path_of(self, place: Where, weight: str | None) -> str:
+        if self.site_path == "leaf":
+            return weight if weight is not None else place.user_scope
+        if place.in_module or weight is None:
+            return place.path
+        return weight.rpartition("/")[0]
+
+
+def _fixed_carry(body: Jaxpr, first: int, sources: Sequence[Source]) -> list[Source]:
+    """A carried value the body returns untouched is a constant of the loop; any other may change."""
+    return [
+        source if body.outvars[k] is body.invars[first + k] else None
+        for k, source in enumerate(sources)
+    ]
+
+
+def _info(var: Any) -> ArrayInfo:
+    return ArrayInfo(tuple(var.aval.shape), str(jnp.dtype(var.aval.dtype)))
+
+
+def _multiply_adds(eqn: Eqn) -> int:
+    name, p = eqn.primitive.name, eqn.params
+    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
+    if name == "dot_general":
+        (contracting, _), _ = p["dimension_numbers"]
+        return prod(out) * prod(lhs[a] for a in contracting)
+    if name == "conv_general_dilated":
+        spec = p["dimension_numbers"].rhs_spec
+        return prod(out) * prod(rhs) // max(rhs[spec[0]], 1)
+    if name == "ragged_dot_general":
+        numbers = p["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        return prod(out) * prod(lhs[a] for a in numbers[0][0])
+    return 0
+
+
+def _spec(eqn: Eqn) -> str:
+    if eqn.primitive.name != "dot_general":
+        return ""
+    return product_letters(eqn.params["dimension_numbers"], *(v.aval.ndim for v in eqn.invars))
+
+
+def product_letters(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
+    """A dot_general's dimension numbers as an einsum string over the same operands and result.
+
+    >>> product_letters((((1,), (0,)), ((), ())), 2, 2)
+    'ab,bc->ac'
+    """
+    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    (lc, rc), (lb, rb) = dimension_numbers
+    lhs = [next(letters) for _ in range(lhs_ndim)]
+    shared = {r: lhs[left] for left, r in [*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)]}
+    rhs = [shared[i] if i in shared else next(letters) for i in range(rhs_ndim)]
+    out = [lhs[i] for i in lb]
+    out += [lhs[i] for i in range(lhs_ndim) if i not in (*lc, *lb)]
+    out += [rhs[i] for i in range(rhs_ndim) if i not in shared]
+    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
+
+
+def is_row_lookup(eqn: Eqn) -> bool:
+    """A gather that takes whole rows along one axis: `table[ids]`, `jnp.take(table, ids, axis)`."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = eqn.invars[0].aval.shape
+    axes = tuple(numbers.collapsed_slice_dims)
+    return (
+        len(axes) == 1
+        and tuple(numbers.start_index_map) == axes
+        and not numbers.operand_batching_dims
+        and all(s == (1 if a in axes else n) for a, (s, n) in enumerate(zip(sizes, shape, strict=True)))
+    )
+
+
+# --- layout primitives: how atoms move ---------------------------------------------------------------
+
+
+def _same(eqn: Eqn, ins: Sequence[Any]):
+    return [s if isinstance(s, Origin) else None for s in ins[: len(eqn.outvars)]]
+
+
+def _cast(eqn: Eqn, ins: Sequence[Any]):
+    floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
+    return [ins[0]] if floating else None
+
+
+def _transpose(eqn: Eqn, ins: Sequence[Any]):
+    return [ins[0].with_axes([ins[0].axes[a] for a in eqn.params["permutation"]])]
+
+
+def _reshape(eqn: Eqn, ins: Sequence[Any]):
+    axes = reshape_axes(ins[0].axes, eqn.outvars[0].aval.shape)
+    return None if axes is None else [ins[0].with_axes(axes)]
+
+
+def _squeeze(eqn: Eqn, ins: Sequence[Any]):
+    drop = eqn.params["dimensions"]
+    return [ins[0].with_axes([g for a, g in enumerate(ins[0].axes) if a not in drop])]
+
+
+def _broadcast(eqn: Eqn, ins: Sequence[Any]):
+    old = eqn.invars[0].aval.shape
+    at = {out: src for src, out in enumerate(eqn.params["broadcast_dimensions"])}
+    axes = []
+    for axis, size in enumerate(eqn.outvars[0].aval.shape):
+        kept = axis in at and old[at[axis]] == size
+        axes.append(ins[0].axes[at[axis]] if kept else (Atom(None, size),))
+    return [ins[0].with_axes(axes)]
+
+
+def _slice(eqn: Eqn, ins: Sequence[Any]):
+    return [_sliced(ins[0], v.aval.shape) for v in eqn.outvars]
+
+
+def _sliced(source: Origin, shape: Sequence[int]) -> Origin:
+    """Part of an axis: its atoms keep their axis; a merged axis that is cut keeps only its size."""
+    axes = []
+    for group, size in zip(source.axes, shape, strict=True):
+        whole = prod(atom.size for atom in group) == size
+        first = group[0] if group else Atom(None, 1)
+        axes.append(group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ())
+    return source.with_axes(axes)
+
+
+LAYOUT: Mapping[str, Any] = {
+    "convert_element_type": _cast,
+    "transpose": _transpose,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "split": _slice,
+    "copy": _same,
+    "copy_p": _same,
+    "device_put": _same,
+    "sharding_constraint": _same,
+    "reshard": _same,
+    "pvary": _same,
+    "optimization_barrier": _same,
+    "stop_gradient": _same,
+    "name": _same,
+    "reduce_precision": _same,
+}

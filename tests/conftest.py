@@ -1,0 +1,81 @@
+"""Hostile settings for every test: eight host devices, strict promotion (warnings: pyproject)."""
+
+import fnmatch
+import os
+import pathlib
+
+# Before the first import of jax: the device count is read once, when the CPU client starts.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--strict-skips",
+        action="store_true",
+        help="fail if a test is skipped that tests/skips.txt does not list with a reason",
+    )
+
+
+def pytest_configure(config):
+    # With xdist every report also reaches the process that started the workers: judge there.
+    if config.getoption("strict_skips") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipJudge(read_skips(SKIPS_FILE)), "skip-judge")
+
+
+def read_skips(path):
+    """The allowed skips: {pattern over test ids: reason}."""
+    allowed = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        pattern, separator, reason = line.partition(" | ")
+        if not separator or not reason.strip():
+            raise pytest.UsageError(
+                f"{path.name}:{number}: {line!r} gives no reason; write `<test id> | <reason>`"
+            )
+        allowed[pattern.strip()] = reason.strip()
+    return allowed
+
+
+class SkipJudge:
+    """Collects skips, of tests and of whole modules, and fails the session on an unlisted one."""
+
+    def __init__(self, allowed):
+        self.allowed = allowed
+        self.unlisted = {}
+
+    def pytest_runtest_logreport(self, report):
+        self._judge(report)
+
+    def pytest_collectreport(self, report):
+        self._judge(report)
+
+    def _judge(self, report):
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        if not any(fnmatch.fnmatchcase(report.nodeid, pattern) for pattern in self.allowed):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            self.unlisted[report.nodeid] = str(reason)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if self.unlisted and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.unlisted:
+            terminalreporter.section("skipped, but not listed in tests/skips.txt", red=True)
+            for nodeid, reason in sorted(self.unlisted.items()):
+                terminalreporter.line(f"{nodeid}: {reason}")
+            terminalreporter.line("Make them run, or list them with the reason: <test id> | <why>")

@@ -1,0 +1,290 @@
+"""The laws of docs/design.md, sections 1 and 3: imports go down, nobody else's code is patched."""
+
+import ast
+import fnmatch
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "fewbit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Lowest first: a module may import its own layer and earlier ones, never a later one.
+# An entry is a module or package directly under fewbit/ (`*` allowed); a new one has to find its
+# place here.
+LAYERS = [
+    ["_version", "_text", "_errors", "_progress"],
+    ["numerics", "_formats"],
+    ["packing", "packing_*", "tiling"],
+    ["calibration", "_methods", "_how", "_scales", "_statistics"],
+    # A QArray's methods are moves, and a move returns a QArray: one layer.
+    ["qarray", "_qarray_*", "moves", "moves_*", "_moves_*"],
+    ["kernels"],
+    ["ops"],
+    ["rules", "rules_*", "_rule_*", "presets"],
+    [
+        *("_plan", "_plan_*", "planner", "trace", "interpret", "jaxprs", "provenance", "rebuild"),
+        *("calls", "current", "engine", "params", "sites", "weight", "weight_*"),
+    ],
+    ["modes"],
+    ["models", "keras"],
+    ["algorithms"],
+    ["io"],
+    ["lm"],
+    ["report", "cli", "__main__", "debug"],
+]
+
+# Which files know a framework. Everything else speaks JAX alone.
+FRAMEWORKS = {
+    "flax": ["models/linen*", "models/nnx*", "models/_flax*"],
+    "keras": ["models/keras/*", "models/keras.py", "keras.py", "keras/*"],
+    "keras_hub": ["models/keras/*"],
+    "haiku": [],
+    "equinox": [],
+    "tensorflow": ["modes/odml*", "io/litert*"],
+    "torch": [],
+}
+PATCHABLE = ("jax", "jaxlib", "flax", "keras", "keras_hub", "numpy", "optax")
+
+
+def relative(path):
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def rank_of(module):
+    """The layer's number of a module directly under fewbit/, or None."""
+    for rank, names in enumerate(LAYERS):
+        if any(fnmatch.fnmatchcase(module, name) for name in names):
+            return rank
+    return None
+
+
+def is_module(name):
+    return (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def walk(node):
+    """Like ast.walk, without what only a type checker runs."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not is_type_checking(child):
+            yield from walk(child)
+
+
+def imports(source, path):
+    """(line, absolute dotted name) of every import, lazy ones inside functions too."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant):
+                yield node.lineno, str(node.args[0].value)
+
+
+def layer_faults(source, path):
+    """Imports of fewbit that go up, or to a module that has no layer."""
+    own = relative(path).removesuffix(".py").split("/")[0]
+    if own == "__init__":
+        return []
+    own_rank = rank_of(own)
+    if own_rank is None:
+        return [f"{relative(path)}: {own!r} has no layer; place it in LAYERS of test_laws.py"]
+    faults = []
+    for line, name in imports(source, path):
+        parts = name.split(".")
+        if parts[0] != "fewbit":
+            continue
+        target = parts[1] if len(parts) > 1 else ""
+        rank = rank_of(target)
+        if rank is None and is_module(target):
+            continue  # that file's own fault
+        if rank is None:
+            faults.append(
+                f"{relative(path)}:{line}: {name}: import the module it is in, not fewbit's face"
+            )
+        elif rank > own_rank:
+            faults.append(f"{relative(path)}:{line}: {own} may not import {name}, a layer above it")
+    return faults
+
+
+def framework_faults(source, path):
+    """Imports of a framework outside its own front end."""
+    faults = []
+    for line, name in imports(source, path):
+        homes = FRAMEWORKS.get(name.split(".")[0])
+        if homes is not None and not any(fnmatch.fnmatch(relative(path), h) for h in homes):
+            faults.append(f"{relative(path)}:{line}: {name} belongs in {homes or 'no file'}")
+    return faults
+
+
+def root_name(node):
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def patch_faults(source, path):
+    """Private JAX, or writing into another library's modules and classes."""
+    tree = ast.parse(source)
+    foreign = set()
+    faults = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [(alias.name, alias.asname or alias.name.split(".")[0]) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [(f"{node.module}.{a.name}", a.asname or a.name) for a in node.names]
+        else:
+            continue
+        for full, local in names:
+            if full.split(".")[0] in PATCHABLE:
+                foreign.add(local)
+            if full.startswith("jax._src"):
+                faults.append(f"{relative(path)}:{node.lineno}: imports {full}")
+            if full.startswith("unittest.mock"):
+                faults.append(f"{relative(path)}:{node.lineno}: imports {full}, a patching tool")
+    for node in ast.walk(tree):
+        where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
+        written = []
+        if isinstance(node, ast.Assign | ast.Delete):
+            written = [t for target in node.targets for t in ast.walk(target)]
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+            written = [node.target]
+        for target in written:
+            if isinstance(target, ast.Attribute | ast.Subscript) and root_name(target) in foreign:
+                if isinstance(target.ctx, ast.Store | ast.Del):
+                    faults.append(f"{where}: writes to {ast.unparse(target)}")
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            setter = called in ("setattr", "delattr") and node.args
+            if setter and root_name(node.args[0]) in foreign:
+                faults.append(f"{where}: {ast.unparse(node)}")
+            if called == "jax.config.update":
+                faults.append(f"{where}: changes the user's JAX settings: {ast.unparse(node)}")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax._src":
+            faults.append(f"{where}: reads jax._src")
+    return faults
+
+
+@pytest.mark.parametrize("law", [layer_faults, framework_faults, patch_faults])
+def test_the_package_keeps_the_law(law):
+    faults = [fault for path in FILES for fault in law(path.read_text(encoding="utf-8"), path)]
+    assert not faults, "\n".join(faults)
+
+
+# Each law is shown to bite: (law, file, source, a piece of the complaint or None).
+SAMPLES = [
+    (layer_faults, "numerics.py", "from fewbit import qarray", "numerics may not import"),
+    (layer_faults, "numerics.py", "def f():\n    import fewbit.ops.dot_general", "layer above"),
+    (layer_faults, "ops/dot.py", "from ..rules import QuantizationRule", "layer above"),
+    (layer_faults, "ops/dot.py", "from fewbit import quantize", "not fewbit's face"),
+    (layer_faults, "surprise.py", "", "has no layer"),
+    (layer_faults, "qarray.py", "import importlib\nimportlib.import_module('fewbit.io')", "above"),
+    (layer_faults, "ops/dot.py", "from fewbit.qarray import QArray\nfrom . import scaling", None),
+    (layer_faults, "qarray.py", "if TYPE_CHECKING:\n    from fewbit import modes", None),
+    (framework_faults, "ops/dot.py", "def f():\n    from flax import linen", "flax"),
+    (framework_faults, "models/linen.py", "import keras", "models/keras"),
+    (framework_faults, "models/linen.py", "from flax import linen as nn", None),
+    (patch_faults, "ops/dot.py", "import jax\njax.lax.dot_general = None", "writes to"),
+    (patch_faults, "ops/dot.py", "from jax import lax\nsetattr(lax, 'dot', None)", "setattr"),
+    (patch_faults, "ops/dot.py", "from jax import lax\nlax.dot, a = 1, 2", "writes to"),
+    (patch_faults, "ops/dot.py", "from jax._src import core", "jax._src"),
+    (patch_faults, "ops/dot.py", "import jax\njax._src.core", "reads jax._src"),
+    (patch_faults, "ops/dot.py", "import jax\njax.config.update('a', 1)", "settings"),
+    (patch_faults, "ops/dot.py", "from jax import lax\nself.x = lax.dot\nd[lax.p] = 1", None),
+]
+
+
+@pytest.mark.parametrize(("law", "file", "source", "complaint"), SAMPLES)
+def test_the_law_bites_where_it_should(law, file, source, complaint):
+    faults = law(source, PACKAGE / file)
+    assert (complaint is None and not faults) or any(complaint in fault for fault in faults)
+
+
+def run_python(code):
+    """Runs code in a fresh interpreter; a failed assertion there fails here, with its text."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_fewbit_adds_nothing_but_fewbit_and_the_standard_library():
+    run_python("""
+        import sys
+        import jax
+        before = set(sys.modules)
+        import fewbit
+        new = {name.split(".")[0] for name in set(sys.modules) - before}
+        foreign = new - {"fewbit"} - sys.stdlib_module_names - {m.split(".")[0] for m in before}
+        assert not foreign, f"import fewbit also imports {sorted(foreign)}"
+        for name in ("flax", "keras", "tensorflow", "yaml", "optax", "torch"):
+            assert name not in sys.modules, f"import fewbit also imports {name}"
+    """)
+
+
+def test_import_fewbit_does_not_open_the_native_library():
+    run_python("""
+        import fewbit, fewbit.kernels
+        maps = open("/proc/self/maps").read()
+        assert "fewbit_native" not in maps, "the native library was opened at import"
+    """)
+
+
+def test_importing_every_module_changes_nothing_of_jax_and_flax():
+    """Functions are the same objects before and after; new lazy attributes are nobody's patch."""
+    out = run_python("""
+        import importlib, pkgutil
+        import jax, jax.numpy, flax.linen, flax.nnx, numpy
+        watched = [jax, jax.lax, jax.numpy, jax.nn, jax.random, jax.tree_util, jax.Array, numpy,
+                   flax.linen, flax.linen.Module, flax.linen.Dense, flax.nnx, flax.nnx.Module,
+                   flax.nnx.Linear]
+        before = [dict(vars(place)) for place in watched]
+        settings = dict(jax.config.values)
+        import fewbit
+        loaded = 0
+        for found in pkgutil.walk_packages(fewbit.__path__, "fewbit.", onerror=lambda name: None):
+            if found.name.endswith("__main__"):
+                continue
+            try:
+                importlib.import_module(found.name)
+                loaded += 1
+            except ModuleNotFoundError as error:
+                # A front end whose framework is not installed; our own modules must all be there.
+                assert not error.name.startswith("fewbit"), error
+        for place, old in zip(watched, before):
+            for name, value in old.items():
+                assert vars(place).get(name) is value, f"{place.__name__}.{name} was replaced"
+        assert jax.config.values == settings, "JAX settings changed"
+        print(loaded)
+    """)
+    assert int(out) >= 3
+
+
+def test_every_allowed_skip_names_a_file_that_exists():
+    for line in (ROOT / "tests" / "skips.txt").read_text(encoding="utf-8").splitlines():
+        if line.strip() and not line.startswith("#"):
+            file = line.partition(" | ")[0].partition("::")[0].strip()
+            assert list(ROOT.glob(file)), f"tests/skips.txt lists {file}, which is gone"

@@ -1,0 +1,154 @@
+"""The compiled part: it loads, its kernel equals the reference, and its absence is explained."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fewbit import kernels
+from fewbit.kernels import _absmax, _info, _native
+
+ROOT = pathlib.Path(__file__).parent.parent
+SHAPES = [(1,), (7,), (3, 5), (4, 64), (2, 3, 1000), (0, 4), (4, 0), (1, 1)]
+
+needs_native = pytest.mark.skipif(
+    not kernels.native_available(), reason=f"native part: {kernels.info().missing}"
+)
+
+
+def reference(x):
+    return np.max(np.abs(np.asarray(x, np.float64)), axis=-1, initial=0)
+
+
+def normal(shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(0), shape, dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+def test_native_absmax_equals_the_reference(shape):
+    x = normal(shape)
+    np.testing.assert_array_equal(jax.jit(_absmax._absmax_rows_native)(x), reference(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_absmax_of_every_type_and_shape(shape, dtype):
+    x = normal(shape, dtype)
+    result = kernels.absmax_rows(x)
+    assert (result.shape, result.dtype) == (shape[:-1], dtype)
+    np.testing.assert_array_equal(np.asarray(result, np.float64), reference(x))
+
+
+def test_nan_infinity_and_negative_zero():
+    rows = [[1.0, np.nan, 3.0], [-np.inf, 2.0, 0.0], [np.inf, -np.nan, 1.0], [-0.0, 0.0, -0.0]]
+    result = np.asarray(kernels.absmax_rows(jnp.array(rows, jnp.float32)))
+    np.testing.assert_array_equal(result, [np.nan, np.inf, np.nan, 0.0])
+    assert not np.signbit(result[3])
+
+
+@needs_native
+def test_subnormal_numbers_survive_the_native_form():
+    tiny = np.full((2, 4), np.float32(1e-42))
+    result = jax.jit(_absmax._absmax_rows_native)(tiny)
+    np.testing.assert_array_equal(np.asarray(result).view(np.int32), tiny[:, 0].view(np.int32))
+
+
+def test_transformations_compose():
+    x = normal((3, 4, 5))
+    want = reference(x)
+    np.testing.assert_array_equal(jax.jit(kernels.absmax_rows)(x), want)
+    np.testing.assert_array_equal(jax.vmap(kernels.absmax_rows)(x), want)
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(kernels.absmax_rows), 1, 1)(x), want)
+    assert jax.eval_shape(kernels.absmax_rows, x).shape == (3, 4)
+    gradient = jax.jit(jax.grad(lambda x: kernels.absmax_rows(x).sum()))(x)
+    expected = jax.grad(lambda x: jnp.max(jnp.abs(x), axis=-1).sum())(x)
+    np.testing.assert_array_equal(gradient, expected)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_the_backend_is_chosen_at_lowering(platform):
+    traced = jax.jit(kernels.absmax_rows).trace(jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    expected = platform == "cpu" and kernels.native_available()
+    assert ("fewbit_absmax_rows" in text) == expected
+
+
+@needs_native
+@pytest.mark.parametrize("result_shape", [(4,), (3, 5), (), (3, 1)])
+def test_a_wrong_result_shape_is_refused_at_the_boundary(result_shape):
+    result = jax.ShapeDtypeStruct(result_shape, jnp.float32)
+    call = jax.jit(jax.ffi.ffi_call("fewbit_absmax_rows", result))
+    with pytest.raises(Exception, match=r"without its last axis; got operand f32\[3,5\]"):
+        call(normal((3, 5))).block_until_ready()
+
+
+@needs_native
+def test_a_wrong_type_is_refused_at_the_boundary():
+    call = jax.jit(jax.ffi.ffi_call("fewbit_absmax_rows", jax.ShapeDtypeStruct((3,), jnp.float32)))
+    with pytest.raises(Exception, match="Wrong buffer dtype"):
+        call(normal((3, 5), jnp.bfloat16)).block_until_ready()
+
+
+def test_errors_name_the_fix():
+    with pytest.raises(ValueError, match=r"x is a scalar.*x\.reshape\(1\)"):
+        kernels.absmax_rows(jnp.float32(1))
+    with pytest.raises(TypeError, match=r"int32\[2, 3\]. Convert it first: x.astype"):
+        kernels.absmax_rows(jnp.zeros((2, 3), jnp.int32))
+
+
+def test_info_prints_what_a_person_asks():
+    info = kernels.info()
+    lines = str(info).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["native kernels", "CPU", "threads"]
+    assert info.isa in ("avx512vnni", "avx2", "portable")
+    assert 1 <= info.threads <= (os.cpu_count() or 1)
+
+
+@needs_native
+def test_library_and_operating_system_agree_on_the_cpu():
+    assert _native.native_part().isa == _info.isa_from_flags(_info._cpu_flags())
+
+
+def run_with_library(value):
+    """What a fresh process with FEWBIT_NATIVE_LIBRARY=value prints."""
+    code = """
+        import jax.numpy as jnp
+        import fewbit
+        from fewbit import kernels
+        assert not kernels.native_available()
+        assert kernels.absmax_rows(jnp.array([[1.0, -2.0]])).tolist() == [2.0]
+        print(kernels.info())
+    """
+    environment = {**os.environ, "FEWBIT_NATIVE_LIBRARY": value, "LD_PRELOAD": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_the_library_everything_runs_and_the_reason_is_told(tmp_path):
+    assert "no, XLA runs everything: turned off" in run_with_library("")
+    assert "which is not a file; correct or unset it" in run_with_library(str(tmp_path / "no.so"))
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    assert "does not load" in run_with_library(str(broken))
+
+
+def test_many_threads_may_ask_first():
+    """Registration is guarded: all see the same part, registered once."""
+    import concurrent.futures
+
+    _native._open_and_register.cache_clear()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda _: _native.native_part(), range(32)))
+    assert len({id(part) for part in parts}) == 1
+    assert parts[0].missing is None or not kernels.native_available()

@@ -1,0 +1,404 @@
+"""dot_general, dot and take against float64 products of what the codes stand for."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from fewbit.ops import describe_dot, dot, dot_general, dot_how, take, take_how
+from fewbit.qarray import QArray, dequantize, quantize, quantize_with
+from tests.oracles import products
+from tests.oracles.products import BFLOAT16_RESULT, FLOAT32_SUM, relative_mae, values, worst
+
+PLAIN = (((1,), (0,)), ((), ()))
+FORMATS = ["int8", "int4", "int3", "int2", "int1", "int6", "int16", "float8_e4m3fn",
+           "float8_e5m2", "float4_e2m1fn", "nf4", "mxfp8", "mxfp4", "nvfp4"]  # fmt: skip
+TILES = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def operand(seed, shape, numbers, ndims, for_lhs, qtype, dtype=jnp.float32, **kw):
+    kw.setdefault("tile_size", TILES.get(qtype))
+    how = dot_how(dimension_numbers=numbers, ndims=ndims, for_lhs=for_lhs, qtype=qtype, **kw)
+    return quantize_with(normal(seed, shape, dtype), how)
+
+
+def pair(lhs_type, rhs_type, k=64, dtype=jnp.float32, lhs_kw=None, rhs_kw=None):
+    lhs = operand(0, (6, k), PLAIN, (2, 2), True, lhs_type, dtype, **(lhs_kw or {}))
+    rhs = operand(1, (k, 5), PLAIN, (2, 2), False, rhs_type, dtype, **(rhs_kw or {}))
+    return lhs, rhs
+
+
+@pytest.mark.parametrize("lhs_type,rhs_type", list(itertools.product(FORMATS, FORMATS)))
+def test_every_pair_of_formats_matches_float64(lhs_type, rhs_type):
+    lhs, rhs = pair(lhs_type, rhs_type)
+    out = jax.jit(dot_general, static_argnums=2)(lhs, rhs, PLAIN)
+    assert out.dtype == jnp.float32
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+
+
+@pytest.mark.parametrize("qtype", FORMATS)
+@pytest.mark.parametrize("weight_left", [False, True])
+def test_weight_only_on_either_side(qtype, weight_left):
+    lhs, rhs = pair(qtype, qtype)
+    lhs, rhs = (lhs, normal(1, (64, 5))) if weight_left else (normal(0, (6, 64)), rhs)
+    out = jax.jit(dot_general, static_argnums=2)(lhs, rhs, PLAIN)
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+    assert describe_dot(lhs, rhs, PLAIN) == "dequantize + float dot"
+
+
+@pytest.mark.parametrize(
+    "lhs_type,rhs_type,path",
+    [
+        ("int8", "int8", "int8 dot"),
+        ("int4", "int4", "int8 dot"),
+        ("int1", "int3", "int8 dot"),
+        ("float8_e4m3fn", "float8_e5m2", "fp8 dot"),
+        ("int8", "float8_e4m3fn", "dequantize + float dot"),
+        ("int8", "nf4", "dequantize + float dot"),
+        ("mxfp8", "mxfp8", "dequantize + float dot"),
+        ("int16", "int8", "dequantize + float dot"),
+        ("float4_e2m1fn", "float4_e2m1fn", "dequantize + float dot"),
+    ],
+)
+def test_the_described_path_is_the_path_taken(lhs_type, rhs_type, path):
+    lhs, rhs = pair(lhs_type, rhs_type)
+    abstract = jax.eval_shape(lambda: pair(lhs_type, rhs_type))
+    assert describe_dot(*abstract, PLAIN) == path
+    text = str(jax.make_jaxpr(lambda a, b: dot_general(a, b, PLAIN))(lhs, rhs))
+    (equation,) = [line for line in text.splitlines() if "dot_general[" in line]
+    assert ("i32[6,5]" in equation) == (path == "int8 dot")
+    assert ("f8_e" in text.split("lambda")[1].split("let")[0]) or path != "fp8 dot"
+
+
+def test_two_float_operands_pass_through():
+    x, w = normal(0, (6, 64)), normal(1, (64, 5))
+    assert describe_dot(x, w, PLAIN) == "float dot"
+    np.testing.assert_array_equal(dot_general(x, w, PLAIN), jax.lax.dot_general(x, w, PLAIN))
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("k", [256, 300])
+@pytest.mark.parametrize("tiled", ["both", "lhs", "rhs"])
+def test_tiled_contraction_with_even_and_uneven_last_tile(qtype, k, tiled):
+    lhs, rhs = pair(
+        qtype,
+        qtype,
+        k,
+        lhs_kw=dict(tile_size=None if tiled == "rhs" else 128),
+        rhs_kw=dict(tile_size=None if tiled == "lhs" else 128),
+    )
+    assert describe_dot(lhs, rhs, PLAIN) in ("int8 dot", "fp8 dot")
+    out = jax.jit(dot_general, static_argnums=2)(lhs, rhs, PLAIN)
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+
+
+def test_two_dimensional_block_scales():
+    x = operand(0, (6, 256), PLAIN, (2, 2), True, "float8_e4m3fn", tile_size=128)
+    w = operand(1, (256, 260), PLAIN, (2, 2), False, "float8_e4m3fn", tile_size={0: 128, 1: 128})
+    assert w.scale.shape == (2, 3)
+    assert describe_dot(x, w, PLAIN) == "fp8 dot"
+    assert worst(dot_general(x, w, PLAIN), products.dot_general(x, w, PLAIN)) < FLOAT32_SUM
+
+
+def test_small_tiles_and_per_value_scales_are_dequantized():
+    for tile in (32, 1):
+        lhs, rhs = pair("int8", "int8", lhs_kw=dict(tile_size=tile))
+        assert describe_dot(lhs, rhs, PLAIN) == "dequantize + float dot"
+        assert worst(dot_general(lhs, rhs, PLAIN), products.dot_general(lhs, rhs, PLAIN)) < (
+            FLOAT32_SUM
+        )
+
+
+def test_different_tiles_are_refused():
+    lhs, rhs = pair("int8", "int8", 512, lhs_kw=dict(tile_size=128), rhs_kw=dict(tile_size=256))
+    with pytest.raises(ValueError, match="Contracting axes must be tiled with the same tile size"):
+        dot_general(lhs, rhs, PLAIN)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "uint8", "uint4", "int3"])
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("tile,k", [(None, 64), (128, 300)])
+def test_one_zero_point_is_corrected_exactly(qtype, side, tile, k):
+    asymmetric = dict(calibration_method="minmax", tile_size=tile)
+    types = (qtype, "int8") if side == "lhs" else ("int8", qtype)
+    kw = {"tile_size": tile}
+    lhs, rhs = pair(*types, k, **{f"{side}_kw": asymmetric}, **{
+        "rhs_kw" if side == "lhs" else "lhs_kw": kw})  # fmt: skip
+    assert (lhs if side == "lhs" else rhs).zero_point is not None
+    assert describe_dot(lhs, rhs, PLAIN) == "int8 dot"
+    out = jax.jit(dot_general, static_argnums=2)(lhs, rhs, PLAIN)
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+
+
+def test_two_zero_points_are_refused_on_codes_and_dequantized_beside_a_table():
+    minmax = dict(calibration_method="minmax")
+    lhs, rhs = pair("int8", "int8", lhs_kw=minmax, rhs_kw=minmax)
+    with pytest.raises(ValueError, match="Only one operand can be asymmetric"):
+        dot_general(lhs, rhs, PLAIN)
+
+
+def unit(codes):
+    codes = jnp.asarray(codes, jnp.int8)
+    return QArray(codes, jnp.ones((1,) * codes.ndim, jnp.float32), qtype="int8")
+
+
+def test_accumulators_are_exact_integers():
+    # Beyond 2**24 float32 has gaps, so a float accumulator would lose the odd last unit here.
+    lhs = np.full((1, 2048), 127, np.int8)
+    rhs = np.full((2048, 1), 127, np.int8)
+    rhs[0, 0] = 126
+    text = str(jax.make_jaxpr(lambda a, b: dot_general(a, b, PLAIN))(unit(lhs), unit(rhs)))
+    assert "i32[1,1]" in text
+    exact = int(lhs.astype(np.int64)[0] @ rhs.astype(np.int64)[:, 0])
+    assert float(dot_general(unit(lhs), unit(rhs), PLAIN)[0, 0]) == float(np.float32(exact))
+
+
+def test_a_sum_that_could_leave_int32_is_not_left_to_luck():
+    lhs, rhs = unit(np.full((1, 140_000), -128)), unit(np.full((140_000, 1), -128))
+    assert describe_dot(lhs, rhs, PLAIN) == "dequantize + float dot"
+    np.testing.assert_allclose(dot_general(lhs, rhs, PLAIN), 140_000 * 128.0**2, rtol=1e-5)
+
+
+@st.composite
+def dot_cases(draw):
+    n_batch, n_contract, n_left, n_right = (draw(st.integers(0, 2)) for _ in range(4))
+    size = st.integers(1, 4)
+    batch, contract = draw(st.tuples(*[size] * n_batch)), draw(st.tuples(*[size] * n_contract))
+    sides = []
+    for n_free in (n_left, n_right):
+        free = draw(st.tuples(*[size] * n_free))
+        shape = [*batch, *contract, *free]
+        order = draw(st.permutations(range(len(shape))))
+        where = {axis: place for place, axis in enumerate(order)}
+        sides.append((
+            tuple(shape[axis] for axis in order),
+            tuple(where[n_batch + i] for i in range(n_contract)),
+            tuple(where[i] for i in range(n_batch)),
+        ))  # fmt: skip
+    (ls, lc, lb), (rs, rc, rb) = sides
+    return ls, rs, ((lc, rc), (lb, rb))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(dot_cases(), st.sampled_from(["int8", "int4", "float8_e4m3fn", "nf4"]),
+       st.sampled_from(["absmax", "minmax"]))  # fmt: skip
+def test_any_dimension_numbers(case, qtype, method):
+    lhs_shape, rhs_shape, numbers = case
+    ndims = (len(lhs_shape), len(rhs_shape))
+    method = method if qtype.startswith("int") else "absmax"
+    lhs = operand(0, lhs_shape, numbers, ndims, True, qtype, calibration_method=method)
+    rhs = operand(1, rhs_shape, numbers, ndims, False, qtype)
+    out = dot_general(lhs, rhs, numbers)
+    assert worst(out, products.dot_general(lhs, rhs, numbers)) < FLOAT32_SUM
+
+
+@pytest.mark.parametrize("shapes", [((0, 4), (4, 3)), ((2, 0), (0, 3)), ((1, 1), (1, 1))])
+def test_empty_and_single_dims(shapes):
+    lhs, rhs = (
+        QArray(jnp.ones(s, jnp.int8), jnp.ones((1, 1), jnp.float32), qtype="int8") for s in shapes
+    )
+    expected = jax.lax.dot_general(jnp.ones(shapes[0]), jnp.ones(shapes[1]), PLAIN)
+    np.testing.assert_array_equal(dot_general(lhs, rhs, PLAIN), expected)
+
+
+def test_result_dtype_follows_logical_dtypes_and_preference():
+    lhs, rhs = pair("int8", "int8", dtype=jnp.bfloat16)
+    assert dot_general(lhs, rhs, PLAIN).dtype == jnp.bfloat16
+    out = dot_general(lhs, rhs, PLAIN, preferred_element_type=jnp.float32)
+    assert out.dtype == jnp.float32
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+    assert dot_general(normal(0, (6, 64)), rhs, PLAIN).dtype == jnp.float32
+    half = normal(0, (6, 64), jnp.bfloat16)
+    assert dot_general(half, rhs, PLAIN).dtype == jnp.bfloat16
+    wide = dot_general(half, rhs, PLAIN, preferred_element_type=jnp.float32)
+    assert wide.dtype == jnp.float32
+    assert worst(wide, products.dot_general(half, rhs, PLAIN)) < BFLOAT16_RESULT
+
+
+def test_precision_reaches_the_float_dot():
+    _, rhs = pair("int8", "int8")
+    x = normal(0, (6, 64))
+    text = str(jax.make_jaxpr(lambda x: dot_general(x, rhs, PLAIN, jax.lax.Precision.HIGHEST))(x))
+    assert "HIGHEST" in text
+
+
+def test_logical_dtype_wins_over_a_half_precision_scale():
+    lhs, rhs = pair("int8", "int8", rhs_kw=dict(scale_dtype="float16"))
+    assert rhs.scale.dtype == jnp.float16
+    out = dot_general(lhs, rhs, PLAIN)
+    assert out.dtype == jnp.float32
+    assert worst(out, products.dot_general(lhs, rhs, PLAIN)) < FLOAT32_SUM
+
+
+def test_vmap_grad_and_eval_shape():
+    lhs, rhs = pair("int8", "int8")
+    stack = jax.tree.map(lambda x: jnp.stack([x, x]), lhs)
+    out = jax.vmap(lambda q: dot_general(q, rhs, PLAIN))(stack)
+    np.testing.assert_array_equal(out[1], dot_general(lhs, rhs, PLAIN))
+    x = normal(0, (6, 64))
+    gradient = jax.grad(lambda x: dot_general(x, rhs, PLAIN).sum())(x)
+    np.testing.assert_allclose(gradient, np.tile(values(rhs).sum(1), (6, 1)), rtol=1e-4, atol=1e-4)
+
+    def of_scale(scale):
+        return dot_general(x, rhs.replace(scale=scale), PLAIN).sum()
+
+    expected = (np.asarray(x).sum(0)[:, None] * np.asarray(rhs.qvalue)).sum(0, keepdims=True)
+    np.testing.assert_allclose(jax.grad(of_scale)(rhs.scale), expected, rtol=1e-3, atol=1e-3)
+    assert jax.eval_shape(lambda: dot_general(lhs, rhs, PLAIN)).shape == (6, 5)
+
+
+DOT_SHAPES = [((64,), (64,)), ((3, 64), (64,)), ((64,), (64, 5)), ((2, 3, 64), (4, 64, 5)),
+              ((), (3, 4)), ((3,), ())]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", DOT_SHAPES)
+def test_dot_has_the_shapes_of_numpy(shapes):
+    a, b = (normal(i, s) for i, s in enumerate(shapes))
+    qa, qb = quantize(a, "int8"), quantize(b, "int8")
+    for left, right in ((qa, qb), (qa, b), (a, qb)):
+        out = dot(left, right)
+        assert out.shape == jnp.dot(a, b).shape
+        np.testing.assert_allclose(out, np.dot(values(left), values(right)), rtol=1e-4, atol=1e-4)
+
+
+# Upper bounds on the error of a whole product against float, per recipe: bf16 (16, 256)x(256, 32).
+BOUNDS = [
+    (None, "int8", None, 0.009), (None, "int8", 128, 0.009), ("int8", "int8", None, 0.02),
+    ("int8", "int8", 128, 0.02), (None, "int4", None, 0.12), (None, "int4", 128, 0.11),
+    ("int8", "int4", None, 0.12), ("int8", "int4", 128, 0.11), ("int4", "int4", None, 0.17),
+    ("int4", "int4", 128, 0.16), (None, "float8_e4m3fn", None, 0.03),
+    ("float8_e4m3fn", "float8_e4m3fn", None, 0.038),
+    ("float8_e4m3fn", "float8_e4m3fn", 1 / 32, 0.038), ("nf4", "nf4", 128, 0.14),
+    (None, "nf4", 128, 0.11), ("float8_e4m3fn", "float8_e4m3fn", {0: 128, 1: 128}, 0.04),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("act,weight,tile,bound", BOUNDS)
+def test_upper_bounds_against_float(act, weight, tile, bound):
+    x, w = normal(0, (64, 256), jnp.bfloat16), normal(1, (256, 128), jnp.bfloat16)
+    kw = dict(dimension_numbers=PLAIN, ndims=(2, 2))
+    qw = quantize_with(w, dot_how(**kw, for_lhs=False, qtype=weight, tile_size=tile))
+    act_tile = tile if not isinstance(tile, dict) else 128
+    qx = x
+    if act is not None:
+        qx = quantize_with(x, dot_how(**kw, for_lhs=True, qtype=act, tile_size=act_tile))
+    expected = values(x) @ values(w)
+    out = dot_general(qx, qw, PLAIN)
+    assert relative_mae(out, expected) < bound
+    first = jax.lax.dot_general(dequantize(qx) if act else x, dequantize(qw), PLAIN)
+    assert relative_mae(out, first) < 0.003
+
+
+@pytest.mark.parametrize("tile,bound", [(None, 0.19), (1 / 4, 0.128906)])
+def test_upper_bound_asymmetric_int8_by_int4(tile, bound):
+    x, w = normal(0, (64, 256), jnp.bfloat16), normal(1, (256, 128), jnp.bfloat16)
+    kw = dict(dimension_numbers=PLAIN, ndims=(2, 2), tile_size=tile)
+    qx = quantize_with(x, dot_how(**kw, for_lhs=True, qtype="int8", calibration_method="minmax"))
+    qw = quantize_with(w, dot_how(**kw, for_lhs=False, qtype="int4"))
+    assert relative_mae(dot_general(qx, qw, PLAIN), values(x) @ values(w)) < bound
+
+
+@pytest.mark.parametrize("act,lhs_tile,rhs_tile,bound", [
+    (None, None, None, 0.013), ("int8", 128, 128, 0.01), ("int8", None, 128, 0.011)])  # fmt: skip
+def test_upper_bounds_two_contractions(act, lhs_tile, rhs_tile, bound):
+    numbers = (((1, 2), (0, 1)), ((), ()))
+    x, w = normal(0, (32, 4, 256)), normal(1, (4, 256, 64))
+    kw = dict(dimension_numbers=numbers, ndims=(3, 3))
+    qw = quantize_with(w, dot_how(**kw, for_lhs=False, qtype="int8", tile_size=rhs_tile))
+    qx = x
+    if act:
+        qx = quantize_with(x, dot_how(**kw, for_lhs=True, qtype=act, tile_size=lhs_tile))
+    expected, _ = products.dot_general(x, w, numbers)
+    assert relative_mae(dot_general(qx, qw, numbers), expected) < bound
+
+
+def test_scales_on_contracted_axes():
+    x, w = normal(0, (32, 64)), normal(1, (64, 16))
+    qx, qw = (
+        quantize(x, "int8", channelwise_axes=(0, 1)),
+        quantize(w, "int8", channelwise_axes=(1,)),
+    )
+    assert describe_dot(qx, qw, PLAIN) == "dequantize + float dot"
+    assert relative_mae(dot_general(qx, qw, PLAIN), values(x) @ values(w)) < 0.01
+
+
+SPECS = [
+    (P("x", None), P(None, "y"), None),
+    (P("x", None), P(None, None), None),
+    (P(None, "x"), P("x", "y"), P(None, "y")),
+    (P("x", None), P(None, "y"), P("y", "x")),
+]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("lhs_spec,rhs_spec,out_spec", SPECS)
+@pytest.mark.parametrize("qtypes,tile", [(("int8", "int8"), None), (("int8", "int8"), 128),
+                                         ((None, "int4"), None)])  # fmt: skip
+def test_sharding_equals_the_float_op(kind, lhs_spec, rhs_spec, out_spec, qtypes, tile):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
+    x, w = normal(0, (8, 256)), normal(1, (256, 16))
+    method = "minmax" if qtypes[0] and not tile else "absmax"
+    kw = dict(dimension_numbers=PLAIN, ndims=(2, 2), tile_size=tile)
+
+    def place(array, spec):
+        return jax.tree.map(
+            lambda leaf: jax.device_put(
+                leaf,
+                jax.NamedSharding(
+                    mesh,
+                    P(*(s if n % 8 == 0 else None for s, n in zip(spec, leaf.shape, strict=True))),
+                ),
+            ),
+            array,
+        )
+
+    qx = x
+    if qtypes[0]:
+        how = dot_how(**kw, for_lhs=True, qtype=qtypes[0], calibration_method=method)
+        qx = quantize_with(x, how)
+    qw = quantize_with(w, dot_how(**kw, for_lhs=False, qtype=qtypes[1]))
+    expected = products.dot_general(qx, qw, PLAIN)
+    if kind is AxisType.Auto:
+        out_spec = None
+    with jax.set_mesh(mesh):
+        run = jax.jit(lambda a, b: dot_general(a, b, PLAIN, out_sharding=out_spec))
+        out = run(place(qx, lhs_spec), place(qw, rhs_spec))
+        plain = jax.jit(lambda a, b: jax.lax.dot_general(a, b, PLAIN, out_sharding=out_spec))(
+            place(x, lhs_spec), place(w, rhs_spec)
+        )
+        if kind is AxisType.Explicit:
+            assert jax.typeof(out).sharding == jax.typeof(plain).sharding
+    assert worst(out, expected) < FLOAT32_SUM
+
+
+@pytest.mark.parametrize("qtype,tile", [("int8", None), ("int4", 16), ("nf4", 16), ("mxfp4", 32)])
+@pytest.mark.parametrize("mode", [None, "clip", "wrap", "fill"])
+def test_take_equals_take_from_the_dequantized_table(qtype, tile, mode):
+    table = quantize_with(normal(0, (10, 64)), take_how(2, tile_size=tile, qtype=qtype))
+    indices = jnp.array([[0, 9, -1], [3, 12, 4]])
+    out = jax.jit(take, static_argnames=("axis", "mode"))(table, indices, mode=mode)
+    expected = jnp.take(dequantize(table), indices, axis=0, mode=mode)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_take_on_other_axes_and_on_tiled_rows():
+    table = quantize(normal(0, (8, 64)), "int8", tiled_axes={0: 4})
+    for axis, indices in (
+        (1, jnp.array([5, 2])),
+        (0, jnp.array([7, 0, 3])),
+        (None, jnp.array([9])),
+    ):
+        expected = jnp.take(dequantize(table), indices, axis=axis)
+        np.testing.assert_array_equal(take(table, indices, axis=axis), expected)
+    x = normal(0, (8, 4))
+    np.testing.assert_array_equal(take(x, jnp.array([1]), axis=0), x[1:2])
