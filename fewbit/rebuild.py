@@ -93,11 +93,10 @@ def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     p = eqn.params
 
-    @jax.checkpoint(policy=p["policy"], prevent_cse=p["prevent_cse"])
     def again(args):
         return run.run(nodes[0], args)
 
-    return again(ins)
+    return jax.checkpoint(again, policy=p["policy"], prevent_cse=p["prevent_cse"])(ins)
 
 
 def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:

@@ -66,9 +66,7 @@ class BoxedParamProvider(QuantizationProvider):
         hows = activation_hows(
             rule, operands, lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how)
         )
-        return quantized_product(
-            product, operands, hows, lambda *q: ops.describe_einsum(einsum_str, *q)
-        )
+        return quantized_product(product, operands, hows, lambda *q: _describe_einsum(einsum_str, *q))
 
     def conv_general_dilated(self, lhs, rhs, window_strides, padding, *args, **kwargs) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("conv_general_dilated")
@@ -111,6 +109,15 @@ class PtqProvider(BoxedParamProvider):
     >>> fewbit.quantize_model(f, PtqProvider(rules))(qparams, x).shape
     (2, 3)
     """
+
+
+def _describe_einsum(einsum_str: str, *operands: Any) -> str:
+    """What runs a two-operand einsum: the product it is."""
+    (a, b), out = granularity.split_subscripts(einsum_str, [x.ndim for x in operands])
+    shared = [(a.index(c), b.index(c), c in out) for c in a if c in b]
+    contracting = tuple(zip(*[(i, j) for i, j, kept in shared if not kept], strict=True)) or ((), ())
+    batch = tuple(zip(*[(i, j) for i, j, kept in shared if kept], strict=True)) or ((), ())
+    return ops.describe_dot(*operands, (contracting, batch))
 
 
 def activation_hows(

@@ -1,0 +1,25 @@
+"""Every tolerance that tests use, by name, with the reason for its size."""
+
+# One rounding of a float type, relative.
+F32_ULP = 2.0**-23
+BF16_ULP = 2.0**-8
+F16_ULP = 2.0**-11
+
+# XLA divides by a shared scale as a product with its reciprocal: two roundings instead of one.
+F32_SCALE = 2 * F32_ULP
+# Decoding in float32 against float64: the scale's rounding and the product's.
+F32_DECODE = 4 * F32_ULP
+# A code may differ from the float64 oracle's where the quotient is this close to a tie.
+TIE = 1e-4
+
+# The table of relative errors that pins the default numerics is given to this precision.
+PINNED_ERROR = 5e-6
+
+# Half a step, plus what the division and the product round.
+HALF_STEP = 0.5 + 1e-3
+
+# How much the search for the best clip must beat absmax on groups of 32 in int4 (squared error).
+MSE_GAIN_INT4 = 0.93
+
+# Stochastic rounding: mean of 4096 draws, in units of the grid's step.
+STOCHASTIC_MEAN = 0.04
