@@ -38,8 +38,12 @@ def linear(weight_qtype: str, **fields) -> list[fewbit.QuantizationRule]:
 
 
 def both(qtype: str, **fields) -> list[fewbit.QuantizationRule]:
-    """Every product with a weight, activations too, the tied logits included."""
-    return [fewbit.QuantizationRule(weight_qtype=qtype, act_qtype=qtype, **fields)]
+    """Every product with a weight, activations too, the tied logits included.
+
+    The model's einsums multiply activations with each other: a rule without types leaves them float.
+    """
+    rule = fewbit.QuantizationRule
+    return [rule(op_names=("einsum",)), rule(weight_qtype=qtype, act_qtype=qtype, **fields)]
 
 
 # name -> (rules, the most its loss may exceed the float model's)
@@ -67,7 +71,7 @@ def quantized_losses(config, params, tokens, rules) -> tuple[np.ndarray, int]:
     """Token losses of the model under `rules`, and the bytes of its parameters."""
     forward = functools.partial(llama.forward, config=config)
     plan = fewbit.plan(forward, rules, params, tokens[:, :-1])
-    qparams = fewbit.quantize_params(params, plan)
+    qparams = fewbit.pack(fewbit.quantize_params(params, plan))
     qforward = fewbit.quantize_model(forward, fewbit.PtqProvider(rules))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(qparams))
     return llama.token_losses(qforward, qparams, tokens), size

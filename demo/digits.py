@@ -34,8 +34,14 @@ def rules_for(model: nnx.Module, name: str) -> list[fewbit.QuantizationRule]:
         ungrouped = rule(op_names=("conv_general_dilated",), weight_qtype=name)
     else:
         ungrouped = rule(module_path="rows", weight_qtype=name)
-    group = {"int4": 32, "int3": 16}[name]
-    return [ungrouped, rule(weight_qtype=name, tile_size=group)]
+    return [ungrouped, rule(weight_qtype=name, tile_size=32, scale_dtype="float16")]
+
+
+def quantized(model: nnx.Module, rules, example: jax.Array) -> nnx.Module:
+    """`model` under `rules`, every weight stored in its true number of bits."""
+    smaller = fewbit.quantize_model(model, fewbit.PtqProvider(rules), example)
+    nnx.update(smaller, fewbit.pack(nnx.state(smaller, nnx.Param)))
+    return smaller
 
 
 def stored_bytes(model: nnx.Module) -> int:
@@ -73,7 +79,7 @@ def measure(model: nnx.Module, data: Digits) -> list[list[str]]:
         rules = rules_for(model, label)
         if label == "int8":
             print(f"\n{name}, the plan for int8:\n{fewbit.plan(model, rules, example)}")
-        rows.append(row(label, fewbit.quantize_model(model, fewbit.PtqProvider(rules), example)))
+        rows.append(row(label, quantized(model, rules, example)))
     return rows
 
 

@@ -177,7 +177,10 @@ class Runner:
         values: Sequence[Any],
         report: Callable[[str, str], None] = lambda site, text: None,
     ) -> tuple[list[Any], list[tuple[str, str]]]:
-        interpreter = Interpreter(SiteRunner(self.provider, decisions, report))
+        interpreter = Interpreter(
+            SiteRunner(self.provider, decisions, report),
+            lambda ts: decisions[ts.site.id].rule is not None,
+        )
         return interpreter.run(program.root, values), interpreter.dequantized
 
     def check_stored(self, traced: Traced, requests: dict[str, Request]) -> None:

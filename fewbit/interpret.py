@@ -27,13 +27,15 @@ SiteHandler = Callable[[TracedSite, Sequence[Any]], Any]
 class Interpreter:
     """One interpretation: what to do at a Site, and what happened to weights on the way.
 
-    `at_site(site, operands)` returns the product. `rebuild_all` opens every body even where nothing in
-    it is quantized; tests use it to hold each rebuilt primitive against the original.
+    `at_site(site, operands)` returns the product of a Site that `replaces(site)`; all other equations
+    run as they were traced, and a body is rebuilt only for a Site or a weight inside it.
     """
 
     at_site: SiteHandler
-    rebuild_all: bool = False
+    replaces: Callable[[TracedSite], bool]
+    rebuild_all: bool = False  # for tests: hold every rebuilt primitive against the original
     dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
+    _active: dict[Node, bool] = field(default_factory=dict)
 
     def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
         jaxpr = node.jaxpr
@@ -49,15 +51,21 @@ class Interpreter:
         return [read(v) for v in jaxpr.outvars]
 
     def equation(self, node: Node, i: int, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
-        if i in node.sites:
+        if i in node.sites and (self.replaces(node.sites[i]) or any(map(is_weight, ins))):
             return [self.site(node.sites[i], ins)]
         weights = any(map(is_weight, ins))
         children = node.children.get(i, ())
-        if children and (weights or self.rebuild_all or any(child.live for child in children)):
+        if children and (weights or self.rebuild_all or any(map(self.is_active, children))):
             return REBUILD[eqn.primitive.name](self, eqn, ins, children)
         if weights:
             return self.move(eqn, ins)
         return jaxprs.bind(eqn, ins)
+
+    def is_active(self, node: Node) -> bool:
+        """Whether a Site to replace stands in this body or below; asked once per body."""
+        if node not in self._active:
+            self._active[node] = any(map(self.replaces, node.walk_sites()))
+        return self._active[node]
 
     def site(self, site: TracedSite, ins: Sequence[Any]) -> Any:
         with site.eqn.ctx.manager:

@@ -6,6 +6,7 @@ the first byte. Integers are stored as the low bits of their two's complement, f
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ def packed_length(length: int, bits: int) -> int:
     return -(-length * bits // 8)
 
 
+@functools.partial(jax.jit, static_argnames=("bits",))
 def pack_bits(codes: jax.Array, bits: int) -> jax.Array:
     """Pack codes densely along the last axis, `bits` bits for each, into uint8.
 
@@ -51,6 +53,7 @@ def pack_bits(codes: jax.Array, bits: int) -> jax.Array:
     return flat[..., : packed_length(length, bits)]
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "length"))
 def unpack_bits(packed: jax.Array, bits: int, length: int) -> jax.Array:
     """The bit patterns (uint8, or uint16 for 16 bits) of the `length` packed codes.
 

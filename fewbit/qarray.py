@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,13 @@ def quantize_with(array: jax.Array, how: HowToQuantize) -> QArray:
     >>> quantize_with(jnp.ones((64, 8)), how)
     QArray(qvalue=int4[64,8], scale=float16[2,1], qtype=int4, dtype=float32)
     """
-    array = jnp.asarray(array)
+    # One fused program: the steps one by one would each write an array of the weight's size. A
+    # noise function may hold arrays, so it cannot be a static argument.
+    run = _quantize_with if how.noise_fn is not None else _jit_quantize_with
+    return run(jnp.asarray(array), how)
+
+
+def _quantize_with(array: jax.Array, how: HowToQuantize) -> QArray:
     calibration = calibrate(array, how)
     scale, zero_point, tensor_scale = compute_scales(calibration, how.qtype, how.scale_dtype)
     tile_shape = get_tile_shape(array.shape, how)
@@ -69,6 +76,9 @@ def quantize_with(array: jax.Array, how: HowToQuantize) -> QArray:
         tiles=uneven_tiles(array.shape, scale.shape, tile_shape),
     )
     return q.with_dtype(array.dtype)
+
+
+_jit_quantize_with = jax.jit(_quantize_with, static_argnames="how")
 
 
 def quantize_with_scale_zero_point(
@@ -128,7 +138,11 @@ def dequantize(q: QArray, dtype: Any = None) -> jax.Array:
     if isinstance(q, WithAux):
         q = q.array
     validate_qarray(q)
-    dtype = q.dtype if dtype is None else jnp.dtype(dtype)
+    return _dequantize(q, q.dtype if dtype is None else jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _dequantize(q: QArray, dtype: np.dtype) -> jax.Array:
     compute = dtype
     if q.scale.dtype != dtype:
         own = q.scale.dtype if dtype_bits(q.scale.dtype) >= 16 else jnp.float32

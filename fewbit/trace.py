@@ -32,7 +32,7 @@ class TracedSite:
     in_vmap: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """A jaxpr with the Sites among its equations and the Nodes of their bodies, by equation index."""
 
@@ -40,7 +40,6 @@ class Node:
     consts: tuple[Any, ...] = ()
     sites: dict[int, TracedSite] = field(default_factory=dict)
     children: dict[int, tuple["Node", ...]] = field(default_factory=dict)
-    live: bool = False  # a Site stands here or below
 
     def walk_sites(self):
         """All Sites below, in program order."""
@@ -122,7 +121,7 @@ class _Walk:
         if name in jaxprs.SITE_PRIMITIVES:
             site = self.site(eqn, ins, stack, trips)
             if site is not None:
-                node.sites[i], node.live = site, True
+                node.sites[i] = site
                 return [None] * len(eqn.outvars)
         if name in jaxprs.OPAQUE_PRIMITIVES:
             self.note_opaque(eqn, ins, stack)
@@ -130,7 +129,6 @@ class _Walk:
         if bodies:
             children, outs = self.with_bodies(eqn, bodies, ins, stack, trips)
             node.children[i] = children
-            node.live = node.live or any(child.live for child in children)
             return outs
         if name in LAYOUT and isinstance(ins[0], Origin):
             moved = LAYOUT[name](eqn, ins)

@@ -15,11 +15,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Relative error of the outputs against float: the largest each small model may show.
 LARGEST_ERROR = {
-    "handwritten": 0.12,  # int4 hidden layers
+    "handwritten": 0.16,  # int4 hidden layers
     "equinox_mlp": 0.03,
-    "haiku_mlp": 0.07,  # fp8 has three bits of mantissa
+    "haiku_mlp": 0.08,  # fp8 has three bits of mantissa
     "linen_mlp": 0.03,
-    "nnx_mlp": 0.15,  # int4 throughout
+    "nnx_mlp": 0.19,  # int4 throughout
 }
 
 
@@ -62,7 +62,7 @@ def check_demo(out: str, *, float_accuracy: float) -> None:
         assert float_bits == 32 and agreement == 100
         assert accuracy >= float_accuracy
         for name, most_bits, least_agreement in (
-            ("int8", 10, 98), ("fp8", 10, 97), ("int4", 8, 94), ("int3", 7.5, 88),
+            ("int8", 9.5, 98), ("fp8", 9.5, 97), ("int4", 6, 96), ("int3", 5, 90),
         ):  # fmt: skip
             size, bits, _, agreement = rows[model, name]
             assert size < float_bytes and bits <= most_bits, (model, name)

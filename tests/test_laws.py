@@ -22,7 +22,7 @@ LAYERS = [
     ["packing", "packing_*", "tiling"],
     ["calibration", "_methods", "_how", "_scales", "_statistics"],
     # A QArray's methods are moves, and a move returns a QArray: one layer.
-    ["qarray", "_qarray_*", "moves", "moves_*", "_moves_*"],
+    ["qarray", "_qarray_*", "moves", "_layout_moves", "_lookups", "_reshape"],
     ["kernels"],
     ["ops"],
     ["rules", "rules_*", "_rule_*", "presets"],

@@ -1,7 +1,5 @@
 """conv_general_dilated against a float64 convolution with loops."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +45,14 @@ def check(x, w, strides=(1, 1), padding=((1, 1), (0, 2)), ld=(1, 1), rd=(1, 1), 
 FORMATS = ["int8", "int4", "int2", "int1", "float8_e4m3fn", "float8_e5m2", "nf4", "int16", None]
 
 
-@pytest.mark.parametrize("lhs_type,rhs_type", list(itertools.product(FORMATS, FORMATS)))
-def test_every_pair_of_formats_matches_float64(lhs_type, rhs_type):
-    check(*pair(lhs_type, rhs_type))
+@pytest.mark.parametrize("lhs_type", FORMATS)
+def test_every_pair_of_formats_matches_float64(lhs_type):
+    pairs = jax.jit(lambda: [pair(lhs_type, rhs_type) for rhs_type in FORMATS])()
+    padding = ((1, 1), (0, 2))
+    outs = jax.jit(lambda ps: [conv_general_dilated(x, w, (2, 1), padding) for x, w in ps])(pairs)
+    for rhs_type, (x, w), out in zip(FORMATS, pairs, outs, strict=True):
+        expected = products.conv(x, w, (2, 1), padding, (1, 1), (1, 1))
+        assert worst(out, expected) < FLOAT32_SUM, rhs_type
 
 
 @pytest.mark.parametrize("method", ["absmax", "minmax"])

