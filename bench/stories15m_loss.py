@@ -40,7 +40,7 @@ def linear(weight_qtype: str, **fields) -> list[fewbit.QuantizationRule]:
 def both(qtype: str, **fields) -> list[fewbit.QuantizationRule]:
     """Every product with a weight, activations too, the tied logits included.
 
-    The model's einsums multiply activations with each other: a rule without types leaves them float.
+    The model's einsums multiply activations with activations: a rule without types skips them.
     """
     rule = fewbit.QuantizationRule
     return [rule(op_names=("einsum",)), rule(weight_qtype=qtype, act_qtype=qtype, **fields)]
@@ -52,10 +52,10 @@ ROWS = {
     "int4 g32 absmax": (linear("int4", tile_size=32), 0.15),
     "int4 g32 absmax f16 scales": (linear("int4", tile_size=32, scale_dtype="float16"), 0.15),
     "int4 g32 mse": (linear("int4", tile_size=32, weight_calibration_method="mse"), 0.12),
-    "nf4 g64": (linear("nf4", tile_size=64), 0.2),
-    "fp8": (both("float8_e4m3fn"), 0.05),
-    "mxfp4": (linear("mxfp4", tile_size=32), 0.5),
-    "nvfp4": (linear("nvfp4", tile_size=16), 0.3),
+    "nf4 g64": (linear("nf4", tile_size=64), 0.12),
+    "fp8": (both("float8_e4m3fn"), 0.02),
+    "mxfp4": (linear("mxfp4", tile_size=32), 0.2),
+    "nvfp4": (linear("nvfp4", tile_size=16), 0.12),
 }
 
 

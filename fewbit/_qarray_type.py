@@ -42,6 +42,7 @@ class _NoArithmetic:
 
 
 @jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class QArray(_NoArithmetic):
     """Codes and the scales that give them meaning: `(qvalue - zero_point) * scale * tensor_scale`.
 
@@ -59,6 +60,11 @@ class QArray(_NoArithmetic):
     """
 
     __slots__ = ("data", "_scale", "_zero_point", "_tensor_scale", "_static")
+    # A dataclass for its fields alone: what prints trees (Flax's tabulate) finds the parts by them.
+    qvalue: Any
+    scale: Any
+    zero_point: Any
+    tensor_scale: Any
 
     def __init__(
         self,
@@ -269,7 +275,7 @@ class QArray(_NoArithmetic):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, init=False, eq=False, repr=False)
 class WithAux(_NoArithmetic):
     """What a parameter tree holds for a quantized parameter: the array and how it was quantized.
 
@@ -278,8 +284,12 @@ class WithAux(_NoArithmetic):
     (2, 2)
     """
 
-    array: Any
-    how: HowToQuantize
+    array: Any  # the only field: `how` is not data, and what prints trees cannot print it
+
+    def __init__(self, array: Any, how: HowToQuantize):
+        self.how: HowToQuantize
+        object.__setattr__(self, "array", array)
+        object.__setattr__(self, "how", how)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         return ((jax.tree_util.GetAttrKey("array"), self.array),), self.how
@@ -306,7 +316,7 @@ class WithAux(_NoArithmetic):
 
     def replace(self, **changes: Any) -> WithAux:
         """A copy with `array` or `how` changed."""
-        return dataclasses.replace(self, **changes)
+        return WithAux(**({"array": self.array, "how": self.how} | changes))
 
     def astype(self, dtype: Any) -> WithAux:
         """The array as another float type."""

@@ -104,8 +104,9 @@ def _widened(edge: jax.Array, scale_dtype: Any, row: Format) -> jax.Array:
 
 def _divide(array: jax.Array, bound: float) -> jax.Array:
     # XLA turns a division by a broadcast scalar into a product with its reciprocal, but only where
-    # it sees the broadcast, so the last bit would depend on the shape and on jit.
-    divisor = jnp.full(array.shape, bound, array.dtype)
+    # it sees the broadcast, so the last bit would depend on the shape, on jit and on vmap. The
+    # divisor is made from the array so that vmap gives it the batch axis too.
+    divisor = jnp.where(array < 0, bound, bound).astype(array.dtype)
     return jax.lax.div(array, jax.lax.optimization_barrier(divisor))
 
 

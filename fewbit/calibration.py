@@ -6,6 +6,8 @@ A calibration is a small dict with the scale's shape: `{'absmax': a}` for a symm
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -57,7 +59,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
         high = reduce_tiles(_max, array, tile_shape)
         return {"min": jnp.minimum(low, 0) * factor, "max": jnp.maximum(high, 0) * factor}
     if method.name == "rms":
-        rms = jnp.sqrt(_mean(jnp.square(wide), tile_shape))
+        mean = _settled(_mean(_settled(jnp.square(wide), array.dtype), tile_shape), array.dtype)
+        rms = _settled(jnp.sqrt(mean), array.dtype)
         return {"absmax": (rms * factor).astype(array.dtype)}
     if method.name == "percentile":
         quantile = lambda x, axes: jnp.quantile(x, factor / 100, axes, keepdims=True)  # noqa: E731
@@ -70,6 +73,11 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
 
 def _max(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     return jnp.max(x, axes, keepdims=True)
+
+
+def _settled(wide: jax.Array, dtype: Any) -> jax.Array:
+    """Each step of a bfloat16 computation rounded to it, which XLA would skip where it fuses."""
+    return jax.lax.reduce_precision(wide, 8, 7) if dtype == jnp.bfloat16 else wide
 
 
 def _mean(array: jax.Array, tile_shape: tuple[int, ...]) -> jax.Array:

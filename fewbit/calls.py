@@ -22,7 +22,7 @@ class Traced:
     """Marks the place of a traced leaf among the static ones."""
 
 
-_TRACED = Traced()
+TRACED = Traced()
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,29 @@ class Call:
     def merge(self, dynamic: list[Any]) -> Any:
         rest = iter(dynamic)
         return jax.tree.unflatten(
-            self.treedef, [next(rest) if s is _TRACED else s for s in self.static]
+            self.treedef, [next(rest) if s is TRACED else s for s in self.static]
         )
 
 
 def is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or is_stored(
-        value
-    )
+    return isinstance(
+        value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    ) or is_stored(value)
 
 
-def split_call(tree: Any, name: Callable[[tuple[Any, ...]], str | None]) -> tuple[list[Any], Call]:
+def split_call(
+    tree: Any, name: Callable[[tuple[Any, ...]], str | None] | None = None
+) -> tuple[list[Any], Call]:
     """Split a tree into its traced leaves and the rest; `name(keypath)` names parameters."""
+    if name is None:  # without key paths it is much faster, which an eager call notices
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_stored)
+        static = tuple(TRACED if is_array(value) else value for value in leaves)
+        return [v for v, s in zip(leaves, static, strict=True) if s is TRACED], Call(
+            treedef, static, ()
+        )
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
     traced = [(key, value) for key, value in flat if is_array(value)]
-    static = tuple(_TRACED if is_array(value) else value for _, value in flat)
+    static = tuple(TRACED if is_array(value) else value for _, value in flat)
     return [v for _, v in traced], Call(treedef, static, tuple(name(key) for key, _ in traced))
 
 
@@ -73,15 +81,30 @@ def _part(key: Any) -> str:
     return str(key).strip(".[]'\"")
 
 
+class _Hashed:
+    """A key that is hashed once: a model's structure is large."""
+
+    __slots__ = ("hash", "key")
+
+    def __init__(self, key: Hashable):
+        self.key, self.hash = key, hash(key)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hashed) and self.key == other.key
+
+
 class Cache(Generic[T]):
     """A small least-recently-used map that gives up on unhashable keys."""
 
     def __init__(self, size: int = 64):
-        self.size, self.entries = size, OrderedDict[Hashable, T]()
+        self.size, self.entries = size, OrderedDict[_Hashed, T]()
 
     def get(self, key: Callable[[], Hashable], make: Callable[[], T]) -> T:
         try:
-            wanted = key()
+            wanted = _Hashed(key())
         except TypeError:
             return make()
         if wanted not in self.entries:

@@ -13,6 +13,7 @@ import jax
 
 from fewbit import current
 from fewbit.interpret import Interpreter
+from fewbit.jaxprs import forwards
 from fewbit.planner import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
@@ -76,7 +77,7 @@ class Traced:
     program: Program
     values: list[Any]
     out_tree: Any
-    forwarded: list[int | None]  # output k is input forwarded[k], untouched
+    forwarded: Sequence[int | None]  # output k is input forwarded[k], untouched
     leaves: list[Leaf | None]  # aligned with values; None for an input that is no parameter
 
 
@@ -123,13 +124,11 @@ class Runner:
         program = analyse(
             traced.jaxpr, leaves, method=self.method, site_path=self.site_path, out_tree=out_tree
         )
-        jaxpr = program.root.jaxpr
-        at = {var: k for k, var in enumerate(jaxpr.invars)}
         return Traced(
             program,
             [as_value(value, path) for path, (_, value) in zip(paths, flat, strict=True)],
             out_tree,
-            [at.get(var) if not hasattr(var, "val") else None for var in jaxpr.outvars],
+            list(forwards(traced.jaxpr)),
             [
                 None if path is None else Leaf(path, tuple(view.shape), view.dtype)
                 for path, view in zip(paths, views, strict=True)
@@ -144,11 +143,10 @@ class Runner:
         carried = {v.leaf: v.rule for v in values if is_weight(v)}
 
         def find(ts):
-            rule = None if self.root else carried.get(ts.site.weight)
-            if rule is not None:
-                index = next((i for i, r in enumerate(self.provider.rules) if r == rule), None)
-                return index, rule
-            return self.provider.rule_for(ts.site.path, ts.site.op)
+            if self.root or ts.site.weight is None:
+                return self.provider.rule_for(ts.site.path, ts.site.op)
+            rule = carried.get(ts.site.weight)  # a weight that the model kept float stays float
+            return next((i for i, r in enumerate(self.provider.rules) if r == rule), None), rule
 
         return find
 
@@ -156,9 +154,11 @@ class Runner:
         """Trace, decide, run: what is jitted. Everything but the arrays' values happens at trace time."""
         traced = self.trace(tree)
         decisions = decide(traced.program, self.rule_for(traced.values))
-        self.provider.mark_used(d.rule_index for d in decisions.values() if d.rule_index is not None)
+        self.provider.mark_used(
+            d.rule_index for d in decisions.values() if d.rule_index is not None
+        )
         if self.provider.quantizes_params:
-            self.check_stored(traced, storage([traced.program], [decisions]))
+            self.check_stored(traced, storage([traced.program], [decisions], lambda message: None))
         outs = self.run(traced.program, decisions, traced.values)[0]
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
 
@@ -209,7 +209,9 @@ class Runner:
         ran: dict[str, str] = {}
         seen: list[tuple[str, str]] = []
         values = [
-            _abstract_weight(leaf, requests[leaf.path].how) if leaf and leaf.path in requests else value
+            _abstract_weight(leaf, requests[leaf.path].how)
+            if leaf and leaf.path in requests
+            else value
             for value, leaf in zip(traced.values, traced.leaves, strict=True)
         ]
 

@@ -5,6 +5,7 @@ functions here, and `tests/test_jaxprs.py` pins each name by tracing the operati
 """
 
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -112,6 +113,59 @@ def bodies(eqn: Eqn) -> tuple[Any, ...]:
     if name in ("custom_jvp_call", "custom_vjp_call"):
         return (p["call_jaxpr"],)
     return ()
+
+
+def forwards(jaxpr: Any) -> tuple[int | None, ...]:
+    """For each result of a jaxpr, the number of the input it is, handed through untouched (or None).
+
+    Sees through bodies: NNX returns all state of a scanned layer through `remat` and `scan`, and a
+    weight that comes back so has not changed.
+    """
+    jaxpr = open_jaxpr(jaxpr)
+    if jaxpr not in _forwards:
+        source: dict[Any, int] = {var: k for k, var in enumerate(jaxpr.invars)}
+        for eqn in jaxpr.eqns:
+            for k, operand in enumerate(_forwarded_operands(eqn)):
+                if operand is not None and not is_literal(operand) and operand in source:
+                    source[eqn.outvars[k]] = source[operand]
+        _forwards[jaxpr] = tuple(None if is_literal(v) else source.get(v) for v in jaxpr.outvars)
+    return _forwards[jaxpr]
+
+
+_forwards: weakref.WeakKeyDictionary[Any, tuple[int | None, ...]] = weakref.WeakKeyDictionary()
+
+
+def _forwarded_operands(eqn: Eqn) -> Sequence[Any]:
+    """For each result of an equation with bodies, the operand it is."""
+    name, ins = eqn.primitive.name, eqn.invars
+    if name in ("jit", "remat2", "custom_jvp_call", "custom_vjp_call"):
+        return [None if k is None else ins[k] for k in forwards(bodies(eqn)[0])]
+    if name == "scan":
+        p = scan_params(eqn)
+        moving, stacked = p.num_consts, p.num_consts + p.num_carry
+        through = forwards(p.body)
+        return [
+            ins[k]
+            if k is not None and (k >= stacked if j >= p.num_carry else k == moving + j)
+            else None
+            for j, k in enumerate(through)
+        ]
+    if name == "while":
+        p = while_params(eqn)
+        first = p.num_body_consts
+        return [
+            ins[p.num_cond_consts + k] if k == first + j else None
+            for j, k in enumerate(forwards(p.body))
+        ]
+    if name == "cond":
+        return [None if k is None else ins[1 + k] for k in common_forwards(*bodies(eqn))]
+    return ()
+
+
+def common_forwards(*branches: Any) -> list[int | None]:
+    """As `forwards`, where all branches of a conditional agree."""
+    agreed = zip(*(forwards(branch) for branch in branches), strict=True)
+    return [ks[0] if len(set(ks)) == 1 else None for ks in agreed]
 
 
 def contains_product(jaxpr: Any) -> bool:

@@ -96,7 +96,7 @@ def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...], A
         return None, (), None
     q = value.array
     if _is_box(q.qvalue):
-        return value.how, tuple(q.qvalue.unbox().shape), q
+        return value.how, tuple(unboxed(q.qvalue).shape), q
     return value.how, tuple(q.shape), None
 
 
@@ -105,9 +105,11 @@ def quantize_leaf(path: str, value: Any, leaf: Any) -> Any:
     return _quantized(path, value, leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), None)
 
 
-def _quantized(path: str, value: Any, how: HowToQuantize, shape: tuple[int, ...], boxed: Any) -> Any:
+def _quantized(
+    path: str, value: Any, how: HowToQuantize, shape: tuple[int, ...], boxed: Any
+) -> Any:
     box = value if _is_box(value) else None
-    array = box.unbox() if box is not None else value
+    array = unboxed(box) if box is not None else value
     if isinstance(array, WithAux | QArray):
         raise ValueError(
             f"{path} is quantized already ({array!r}). quantize_params takes float parameters; "
@@ -163,7 +165,15 @@ def box_parts(q: QArray, box: Any) -> QArray:
 
 def unbox_parts(q: QArray) -> QArray:
     """A QArray without boxes on its parts."""
-    return jax.tree.map(lambda x: x.unbox() if _is_box(x) else x, q, is_leaf=_is_box)
+    return jax.tree.map(lambda x: unboxed(x) if _is_box(x) else x, q, is_leaf=_is_box)
+
+
+def unboxed(box: Any) -> Any:
+    """What is in a box, as it is: under a mesh, `unbox()` would also place it (and whole QArrays)."""
+    try:
+        return box.unbox(apply_constraint=False)
+    except TypeError:  # a box of another kind, which never places anything
+        return box.unbox()
 
 
 def _is_box(value: Any) -> bool:
@@ -197,5 +207,3 @@ def trainable(params: Any) -> Any:
         return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating))
 
     return jax.tree.map(can, params, is_leaf=lambda x: isinstance(x, WithAux | QArray))
-
-

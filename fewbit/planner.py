@@ -5,6 +5,8 @@ leaf behind it. Second, an abstract run of the interpreter on leaves so stored, 
 happens at each Site; the plan's `runs on` column is that report, not a guess.
 """
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -56,12 +58,15 @@ class Leaf:
     dtype: Any
 
 
+Complaint = Callable[[str], None]
 RuleFor = Callable[[TracedSite], tuple[int | None, QuantizationRule | None]]
 
 
 def decide(program: Program, rule_for: RuleFor) -> dict[str, Decision]:
     """The decision for each Site, by Site id."""
-    decisions = {ts.site.id: _decide(ts, *rule_for(ts)) for ts in program.sites if ts.site.op != "take"}
+    decisions = {
+        ts.site.id: _decide(ts, *rule_for(ts)) for ts in program.sites if ts.site.op != "take"
+    }
     in_product = {
         ts.site.weight
         for ts in program.sites
@@ -124,7 +129,13 @@ def is_plain_ragged(eqn: Any) -> bool:
 
 def weight_operand(ts: TracedSite) -> int | None:
     """Which operand is the stored weight: either side of a product, only rhs of a conv or ragged_dot."""
-    sides = (1, 0) if ts.site.op in ("dot_general", "einsum") else (0,) if ts.site.op == "take" else (1,)
+    sides = (
+        (1, 0)
+        if ts.site.op in ("dot_general", "einsum")
+        else (0,)
+        if ts.site.op == "take"
+        else (1,)
+    )
     return next((k for k in sides if isinstance(ts.sources[k], Origin)), None)
 
 
@@ -180,8 +191,13 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
     return Request(origin.leaf, how, ts, rule)
 
 
-def storage(programs: Sequence[Program], decisions: Sequence[dict[str, Decision]]) -> dict[str, Request]:
-    """One request per leaf. Two Sites that want a leaf stored differently are an error naming both."""
+def storage(
+    programs: Sequence[Program], decisions: Sequence[dict[str, Decision]], complaint: Complaint
+) -> dict[str, Request]:
+    """One request per leaf. Two Sites that want a leaf stored differently are an error naming both.
+
+    Where `complaint` lets it pass, the first Site's storage stands and the other reads it dequantized.
+    """
     chosen: dict[str, Request] = {}
     look_ups: list[Request] = []
     excluded: dict[str, TracedSite] = {}
@@ -203,14 +219,14 @@ def storage(programs: Sequence[Program], decisions: Sequence[dict[str, Decision]
                 continue
             first = chosen.setdefault(wanted.leaf, wanted)
             if not _same_storage(first.how, wanted.how):
-                raise PlanError(_conflict(first, wanted))
+                complaint(_conflict(first, wanted))
     for wanted in look_ups:  # a product's granularity serves a look-up, not the other way round
         first = chosen.setdefault(wanted.leaf, wanted)
         if first.site.site.op == "take" and not _same_storage(first.how, wanted.how):
-            raise PlanError(_conflict(first, wanted))
+            complaint(_conflict(first, wanted))
     for leaf, ts in excluded.items():
         if leaf in chosen:
-            raise PlanError(
+            complaint(
                 f"Parameter '{leaf}' is wanted as {qtype_name(chosen[leaf].how.qtype)} by "
                 f"{chosen[leaf].site.site.id} and kept float by {ts.site.id}, which a rule with "
                 "weight_qtype=None matches. One parameter is stored once: let the exclusion cover "
@@ -231,10 +247,14 @@ def _conflict(a: Request, b: Request) -> str:
     return (
         f"Parameter '{a.leaf}' is used by two Sites that want it stored differently: {want(a)} "
         f"(scales on axes {a.how.channelwise_axes}, tiles {dict(a.how.tiled_axes)}); {want(b)} "
-        f"(scales on axes {b.how.channelwise_axes}, tiles {dict(b.how.tiled_axes)}). Exclude one with "
-        f"QuantizationRule(module_path={b.site.site.path!r}, op_names=({b.site.site.op!r},)) and leave "
-        "the other, or exclude both: a leaf is stored once."
+        f"(scales on axes {b.how.channelwise_axes}, tiles {dict(b.how.tiled_axes)}). A parameter is "
+        f"stored once: keep it float with QuantizationRule(module_path={_either(a, b)!r}) before the "
+        "other rules, or give both Sites the same type and the same contracted axis."
     )
+
+
+def _either(a: Request, b: Request) -> str:
+    return "|".join(dict.fromkeys(re.escape(r.site.site.path) for r in (a, b)))
 
 
 def granularity_text(how: HowToQuantize | None) -> str:
@@ -261,8 +281,13 @@ def make_plan(
     each Site and which leaves were dequantized by which primitive.
     """
     methods = [method for method, _ in programs]
-    decisions = [decide(p, lambda ts: provider.rule_for(ts.site.path, ts.site.op)) for _, p in programs]
-    requests = storage([p for _, p in programs], decisions) if provider.quantizes_params else {}
+    decisions = [
+        decide(p, lambda ts: provider.rule_for(ts.site.path, ts.site.op)) for _, p in programs
+    ]
+    complaint = complain_if(strict)
+    requests = {}
+    if provider.quantizes_params:
+        requests = storage([p for _, p in programs], decisions, complaint)
     rows: list[SitePlan] = []
     notes: list[str] = []
     for k, (_, program) in enumerate(programs):
@@ -273,7 +298,9 @@ def make_plan(
             f"'{leaf}' is also read by {primitive}: dequantized there"
             for leaf, primitive in dict.fromkeys(dequantized)
         ]
-    used = {d.rule_index for decided in decisions for d in decided.values() if d.rule_index is not None}
+    used = {
+        d.rule_index for decided in decisions for d in decided.values() if d.rule_index is not None
+    }
     used |= {i for i, rule in enumerate(provider.rules) if provider.asked_by_kernel(i)}
     unmatched = tuple(i for i in range(len(provider.rules)) if i not in used)
     provider.mark_used(used)
@@ -287,17 +314,19 @@ def make_plan(
         methods=tuple(methods),
     )
     if unmatched:
-        complain(unmatched_message(plan, [provider.rules[i] for i in unmatched]), strict)
+        complaint(unmatched_message(plan, [provider.rules[i] for i in unmatched]))
     return plan, requests
 
 
-def complain(message: str, strict: bool) -> None:
-    """Strict: an error. Otherwise one warning."""
-    if strict:
-        raise PlanError(message + " Pass strict=False to turn this into a warning.")
-    import warnings
+def complain_if(strict: bool) -> Complaint:
+    """Strict: a complaint is an error. Otherwise it is a warning."""
 
-    warnings.warn(message, stacklevel=3)
+    def complaint(message: str) -> None:
+        if strict:
+            raise PlanError(message + " Pass strict=False to turn this into a warning.")
+        warnings.warn(message, stacklevel=2)
+
+    return complaint
 
 
 def _row(
@@ -383,7 +412,9 @@ def unmatched_message(plan: Plan, rules: Sequence[QuantizationRule]) -> str:
             plain = rule.module_path.replace(".*", "").replace("\\", "").strip("/")
             near = get_close_matches(plain, paths, 3, 0.3) or paths[:3]
             text += f" The nearest module paths are {', '.join(map(repr, near))}."
-        elif any(rule.matches(row.site.path, row.site.op) and row.site.op == "take" for row in plan.sites):
+        elif any(
+            rule.matches(row.site.path, row.site.op) and row.site.op == "take" for row in plan.sites
+        ):
             text += (
                 " It reaches only a table look-up; a table that feeds no product is quantized when the "
                 "rule names it: op_names=('take',)."
@@ -397,5 +428,3 @@ def unmatched_message(plan: Plan, rules: Sequence[QuantizationRule]) -> str:
 
 def _shape(shape: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, shape)) + ")"
-
-

@@ -89,7 +89,9 @@ def leaf_granularity(
     """
     # For each leaf axis, (stride, size, what) of the atoms the operand shows: 'C' a scale per index,
     # 'S' one shared scale, an int that many indices per scale.
-    seen: dict[int, list[tuple[int, int, str | int]]] = {i: [] for i in range(len(origin.leaf_shape))}
+    seen: dict[int, list[tuple[int, int, str | int]]] = {
+        i: [] for i in range(len(origin.leaf_shape))
+    }
     for local, atoms in enumerate(origin.axes):
         left = tiled.get(local)
         for atom in reversed(atoms):
@@ -110,7 +112,9 @@ def leaf_granularity(
                 seen[atom.axis].append((atom.stride, atom.size, what))
     axes_channelwise, axes_tiled = [], {}
     for axis, pieces in seen.items():
-        kind = _axis_granularity(sorted(pieces, key=lambda piece: piece[:1]), origin.leaf_shape[axis])
+        kind = _axis_granularity(
+            sorted(pieces, key=lambda piece: piece[:1]), origin.leaf_shape[axis]
+        )
         if kind == "C":
             axes_channelwise.append(axis)
         elif isinstance(kind, int):
@@ -133,4 +137,3 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
     if all(what == "C" for _, _, what in rest) and tile > 1:
         return tile if tile < size else "S"
     return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes
-

@@ -43,8 +43,8 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
     held, carry = _hold_fixed_weights(run, body, nc, carry, "scan carry")
     stacks = {k: x for k, x in enumerate(xs) if is_weight(x)}
     sliced = [x for x in xs if not is_weight(x)]
-    forwarded = _forwarded(body.outvars[nk:], body.invars[nc + nk :])
-    kept = [j for j in range(len(body.outvars) - nk) if forwarded.get(j) not in stacks]
+    forwarded = [None if k is None else k - nc - nk for k in jaxprs.forwards(body)[nk:]]
+    kept = [j for j, k in enumerate(forwarded) if k not in stacks]
 
     def step(moving, x):
         i, rows = x
@@ -58,8 +58,8 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
     moving, ys = lax.scan(
         step, carry, (index, sliced), length=p.length, reverse=p.reverse, unroll=p.unroll
     )
-    through = {j: stacks[forwarded[j]] for j in range(len(body.outvars) - nk) if j not in kept}
-    return _weave(held, moving, nk) + _weave(through, ys, len(body.outvars) - nk)
+    through = {j: stacks[k] for j, k in enumerate(forwarded) if k is not None and j not in kept}
+    return _weave(held, moving, nk) + _weave(through, ys, len(forwarded))
 
 
 def _while(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
@@ -87,7 +87,12 @@ def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
         # A branch may return a weight untouched while another returns an array: floats from both.
         return lambda *args: run.floats(run.run(node, args), "cond output")
 
-    return list(lax.switch(index, [branch(node) for node in nodes], *operands))
+    outs = lax.switch(index, [branch(node) for node in nodes], *operands)
+    through = jaxprs.common_forwards(*(node.jaxpr for node in nodes))
+    return [
+        o if k is None or not is_weight(operands[k]) else operands[k]
+        for o, k in zip(outs, through, strict=True)
+    ]
 
 
 def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
@@ -101,13 +106,16 @@ def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) ->
 
 def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     """Value from the quantized body, derivative from the author's own rule."""
+
     @jax.custom_jvp
     def value(args):
         return run.floats(run.run(nodes[0], args), "custom_jvp output")
 
     @value.defjvp
     def derivative(primals, tangents):
-        _, tangent = jax.jvp(lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals, tangents)
+        _, tangent = jax.jvp(
+            lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals, tangents
+        )
         return value(*primals), tangent
 
     return value(ins)
@@ -115,6 +123,7 @@ def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
 
 def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     """As `_custom_jvp`; the float results inside `forward` are dead code once compiled."""
+
     @jax.custom_vjp
     def value(args):
         return run.floats(run.run(nodes[0], args), "custom_vjp output")
@@ -187,17 +196,6 @@ def _weave(fixed: dict[int, Any], moving: Sequence[Any], n: int) -> list[Any]:
 
 def _hold_fixed_weights(run: Interpreter, body: Any, first: int, carry: list[Any], why: str):
     """Split a carry: weights that the body returns untouched are held, everything else moves."""
-    fixed = {
-        k: value
-        for k, value in enumerate(carry)
-        if is_weight(value) and body.outvars[k] is body.invars[first + k]
-    }
+    through = jaxprs.forwards(body)
+    fixed = {k: v for k, v in enumerate(carry) if is_weight(v) and through[k] == first + k}
     return fixed, run.floats([v for k, v in enumerate(carry) if k not in fixed], why)
-
-
-def _forwarded(outvars: Sequence[Any], invars: Sequence[Any]) -> dict[int, int]:
-    """Which outputs are inputs handed through unchanged: {output number: input number}."""
-    at = {var: k for k, var in enumerate(invars)}
-    return {
-        j: at[var] for j, var in enumerate(outvars) if not jaxprs.is_literal(var) and var in at
-    }

@@ -88,7 +88,11 @@ def analyse(
     sources: list[Source] = [Origin.of_leaf(*leaf) if leaf else None for leaf in leaves]
     node, _ = walk.body(closed, sources, "", 1)
     return Program(
-        node, tuple(node.walk_sites()), tuple(dict.fromkeys(walk.readers)), tuple(walk.opaque), out_tree
+        node,
+        tuple(node.walk_sites()),
+        tuple(dict.fromkeys(walk.readers)),
+        tuple(walk.opaque),
+        out_tree,
     )
 
 
@@ -174,7 +178,7 @@ class _Walk:
         if name == "while":
             p = jaxprs.while_params(eqn)
             nc, nb = p.num_cond_consts, p.num_body_consts
-            carry = _fixed_carry(jaxprs.open_jaxpr(p.body), nb, ins[nc + nb :])
+            carry = _fixed_carry(p.body, nb, ins[nc + nb :])
             cond, _ = self.body(p.cond, ins[:nc] + carry, stack, trips)
             body, _ = self.body(p.body, ins[nc : nc + nb] + carry, stack, trips)
             return (cond, body), carry
@@ -197,13 +201,12 @@ class _Walk:
 
     def scan(self, eqn: Eqn, ins: list[Source], stack: str, trips: int):
         p = jaxprs.scan_params(eqn)
-        body = jaxprs.open_jaxpr(p.body)
         nc, nk = p.num_consts, p.num_carry
-        carry = _fixed_carry(body, nc, ins[nc : nc + nk])
+        carry = _fixed_carry(p.body, nc, ins[nc : nc + nk])
         layers = [s.with_axes(s.axes[1:]) if isinstance(s, Origin) else s for s in ins[nc + nk :]]
         node, _ = self.body(p.body, ins[:nc] + carry + layers, stack, trips * p.length)
-        forwarded = dict(zip(body.invars[nc + nk :], ins[nc + nk :], strict=True))
-        stacked = [None if jaxprs.is_literal(v) else forwarded.get(v) for v in body.outvars[nk:]]
+        through = jaxprs.forwards(p.body)[nk:]
+        stacked = [ins[k] if k is not None and k >= nc + nk else None for k in through]
         return (node,), carry + stacked
 
     def site(self, eqn: Eqn, ins: list[Source], stack: str, trips: int) -> TracedSite | None:
@@ -246,12 +249,10 @@ class _Walk:
         return weight.rpartition("/")[0]
 
 
-def _fixed_carry(body: Jaxpr, first: int, sources: Sequence[Source]) -> list[Source]:
+def _fixed_carry(body: Any, first: int, sources: Sequence[Source]) -> list[Source]:
     """A carried value the body returns untouched is a constant of the loop; any other may change."""
-    return [
-        source if body.outvars[k] is body.invars[first + k] else None
-        for k, source in enumerate(sources)
-    ]
+    through = jaxprs.forwards(body)
+    return [s if through[k] == first + k else None for k, s in enumerate(sources)]
 
 
 def _info(var: Any) -> ArrayInfo:
@@ -305,7 +306,9 @@ def is_row_lookup(eqn: Eqn) -> bool:
         len(axes) == 1
         and tuple(numbers.start_index_map) == axes
         and not numbers.operand_batching_dims
-        and all(s == (1 if a in axes else n) for a, (s, n) in enumerate(zip(sizes, shape, strict=True)))
+        and all(
+            s == (1 if a in axes else n) for a, (s, n) in enumerate(zip(sizes, shape, strict=True))
+        )
     )
 
 
@@ -355,7 +358,9 @@ def _sliced(source: Origin, shape: Sequence[int]) -> Origin:
     for group, size in zip(source.axes, shape, strict=True):
         whole = prod(atom.size for atom in group) == size
         first = group[0] if group else Atom(None, 1)
-        axes.append(group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ())
+        axes.append(
+            group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ()
+        )
     return source.with_axes(axes)
 
 
@@ -365,6 +370,7 @@ LAYOUT: Mapping[str, Any] = {
     "reshape": _reshape,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
+    "rev": _same,
     "slice": _slice,
     "dynamic_slice": _slice,
     "split": _slice,

@@ -45,7 +45,10 @@ def map_parts(fn: Callable[[Any, PartitionSpec], Any], q: QArray, spec: Partitio
 
     def part_spec(part):
         return PartitionSpec(
-            *(None if n == 1 and m != 1 else s for s, n, m in zip(full, part.shape, q.shape, strict=True))
+            *(
+                None if n == 1 and m != 1 else s
+                for s, n, m in zip(full, part.shape, q.shape, strict=True)
+            )
         )
 
     return jax.tree.map(lambda part: fn(part, part_spec(part)), q)

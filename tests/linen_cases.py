@@ -24,7 +24,8 @@ def relative_error(got, wanted):
 def quantize(model, rules, *inputs, variables=None, **kwargs):
     """(quantized model, float variables, quantized variables) by the documented flow."""
     key = jax.random.key(1)
-    variables = model.init(key, *inputs, **kwargs) if variables is None else variables
+    if variables is None:
+        variables = jax.jit(lambda k, *xs: model.init(k, *xs, **kwargs))(key, *inputs)
     ptq = fewbit.quantize_model(model, PtqProvider(rules))
     template = jax.eval_shape(lambda k, *xs: ptq.init(k, *xs, **kwargs), key, *inputs)["params"]
     qparams = fewbit.quantize_params(variables["params"], template)

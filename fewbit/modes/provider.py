@@ -99,9 +99,15 @@ class QuantizationProvider:
         """Rules that have matched no Site in what was traced so far."""
         if self._used_rules is None:
             raise ValueError(_MSG_NOT_TRACED)
-        return [rule for i, rule in enumerate(self.rules) if i not in self._used_rules | self._kernel_rules]
+        return [
+            rule
+            for i, rule in enumerate(self.rules)
+            if i not in self._used_rules | self._kernel_rules
+        ]
 
-    def process_model_inputs(self, model: Any, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
+    def process_model_inputs(
+        self, model: Any, args: tuple, kwargs: dict
+    ) -> tuple[Any, tuple, dict]:
         """A hook before a quantized model is called; returns what to call it with."""
         return model, args, kwargs
 

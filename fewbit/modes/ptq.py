@@ -25,18 +25,32 @@ class BoxedParamProvider(QuantizationProvider):
     quantizes_params = True
 
     def dot_general(
-        self, lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *, out_sharding=None
+        self,
+        lhs,
+        rhs,
+        dimension_numbers,
+        precision=None,
+        preferred_element_type=None,
+        *,
+        out_sharding=None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("dot_general")
         numbers = dict(dimension_numbers=dimension_numbers, ndims=(lhs.ndim, rhs.ndim))
 
         def product(lhs, rhs):
             return ops.dot_general(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+                lhs,
+                rhs,
+                dimension_numbers,
+                precision,
+                preferred_element_type,
+                out_sharding=out_sharding,
             )
 
         hows = activation_hows(
-            rule, (lhs, rhs), lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how)
+            rule,
+            (lhs, rhs),
+            lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how),
         )
         return quantized_product(
             product, (lhs, rhs), hows, lambda *q: ops.describe_dot(*q, dimension_numbers)
@@ -64,9 +78,13 @@ class BoxedParamProvider(QuantizationProvider):
             )
 
         hows = activation_hows(
-            rule, operands, lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how)
+            rule,
+            operands,
+            lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how),
         )
-        return quantized_product(product, operands, hows, lambda *q: _describe_einsum(einsum_str, *q))
+        return quantized_product(
+            product, operands, hows, lambda *q: _describe_einsum(einsum_str, *q)
+        )
 
     def conv_general_dilated(self, lhs, rhs, window_strides, padding, *args, **kwargs) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("conv_general_dilated")
@@ -80,7 +98,9 @@ class BoxedParamProvider(QuantizationProvider):
             return granularity.conv_how(dimension_numbers=numbers, for_lhs=for_lhs, **fields)
 
         hows = activation_hows(rule, (lhs, rhs), how)
-        return quantized_product(product, (lhs, rhs), hows, ops.describe_conv)
+        return quantized_product(
+            product, (lhs, rhs), hows, lambda *q: ops.describe_conv(*q, dimension_numbers=numbers)
+        )
 
     def ragged_dot(
         self, lhs, rhs, group_sizes, precision=None, preferred_element_type=None, group_offset=None
@@ -93,7 +113,9 @@ class BoxedParamProvider(QuantizationProvider):
             )
 
         hows = activation_hows(
-            rule, (lhs, rhs), lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how)
+            rule,
+            (lhs, rhs),
+            lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
         )
         return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot)
 
@@ -115,7 +137,10 @@ def _describe_einsum(einsum_str: str, *operands: Any) -> str:
     """What runs a two-operand einsum: the product it is."""
     (a, b), out = granularity.split_subscripts(einsum_str, [x.ndim for x in operands])
     shared = [(a.index(c), b.index(c), c in out) for c in a if c in b]
-    contracting = tuple(zip(*[(i, j) for i, j, kept in shared if not kept], strict=True)) or ((), ())
+    contracting = tuple(zip(*[(i, j) for i, j, kept in shared if not kept], strict=True)) or (
+        (),
+        (),
+    )
     batch = tuple(zip(*[(i, j) for i, j, kept in shared if kept], strict=True)) or ((), ())
     return ops.describe_dot(*operands, (contracting, batch))
 
@@ -149,7 +174,8 @@ def quantized_product(
 
     def value(operands):
         quantized = [
-            x if how is None else quantize_with(x, how) for x, how in zip(operands, hows, strict=True)
+            x if how is None else quantize_with(x, how)
+            for x, how in zip(operands, hows, strict=True)
         ]
         here = current.current_site()
         if here is not None:

@@ -1,0 +1,170 @@
+"""The quantized class of a Linen module: same name, same fields, other `apply` and `init`.
+
+`apply` and `init` run the float twin's program with quantized products. The module's own methods do so
+too when it is bound: by `bind`, by `nn.apply`, or as a submodule of somebody's float model.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+from flax.core import DenyList
+from flax.core.scope import subtract_filters
+
+from fewbit import current
+from fewbit.models.linen import (
+    ALL_BUT_PARAMS,
+    Options,
+    boxes_inside,
+    fields,
+    float_twin,
+    make_run,
+    scopes,
+)
+from fewbit.models.planning import plan_runs
+from fewbit.params import quantize_params
+
+_NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` returns
+
+
+@functools.lru_cache(maxsize=256)
+def quantized_class(
+    original: type[nn.Module], provider: Any, methods: tuple[str, ...]
+) -> type[nn.Module]:
+    """One class per original, provider and methods, so that modules quantized alike compare equal."""
+    namespace: dict[str, Any] = {
+        "__doc__": original.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_unquantized_type": original,
+        "_fewbit_provider": provider,
+        "_fewbit_methods": methods,
+        "apply": nn.nowrap(_apply),
+        "init": nn.nowrap(_init),
+        "init_with_output": nn.nowrap(_init_with_output),
+        "__reduce__": nn.nowrap(_reduce),
+    }
+    for name in methods:
+        namespace[name] = _when_bound(getattr(original, name), name)
+    return type(original)(original.__name__, (original,), namespace)
+
+
+# A class made here cannot be found by its name: pickle what it is made from.
+def _reduce(self: Any) -> tuple[Any, ...]:
+    args = (self._unquantized_type, self._fewbit_provider, self._fewbit_methods)
+    return _rebuild, (*args, fields(self), self.name)
+
+
+def _rebuild(original: Any, provider: Any, methods: Any, values: dict[str, Any], name: Any) -> Any:
+    return quantized_class(original, provider, methods)(**values, name=name)
+
+
+def _apply(
+    self: Any,
+    variables: Any,
+    *args: Any,
+    rngs: Any = None,
+    method: Any = None,
+    mutable: Any = False,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> Any:
+    """`apply` of the quantized module: the float twin's program with quantized products."""
+    provider = self._fewbit_provider
+    _, args, kwargs = provider.process_model_inputs(self, args, kwargs)
+    options = Options.of(method, mutable, capture_intermediates)
+    runner, dynamic = make_run(float_twin(self), provider, variables, rngs, args, kwargs, options)
+    return provider.process_model_output(options.method_name, boxes_inside(runner(dynamic)))
+
+
+def _init(
+    self: Any,
+    rngs: Any,
+    *args: Any,
+    method: Any = None,
+    mutable: Any = _NOT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> Any:
+    """The float twin's variables with planned parameters quantized: the template, under `eval_shape`."""
+    provider, twin = self._fewbit_provider, float_twin(self)
+    options = Options.of(method, ALL_BUT_PARAMS)
+    with scopes(), current.tracing(provider):
+        variables = twin.init(
+            rngs,
+            *args,
+            method=options.method,
+            mutable=mutable,
+            capture_intermediates=capture_intermediates,
+            **kwargs,
+        )
+    if not variables.get("params"):
+        return variables
+    run = make_run(twin, provider, variables, _streams(rngs), args, kwargs, options)
+    with warnings.catch_warnings():
+        one = len(self._fewbit_methods) == 1
+        if not one:  # a rule that matches nothing in this method may match in another
+            warnings.simplefilter("ignore")
+        made, _ = plan_runs([run], kind="linen", strict=one and provider.strict)
+    if not provider.quantizes_params:
+        return variables
+    return {**variables, "params": quantize_params(variables["params"], made)}
+
+
+def _init_with_output(
+    self: Any,
+    rngs: Any,
+    *args: Any,
+    method: Any = None,
+    mutable: Any = _NOT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+    **kwargs: Any,
+) -> tuple[Any, Any]:
+    captured = dict(mutable=mutable, capture_intermediates=capture_intermediates)
+    variables = self.init(rngs, *args, method=method, **captured, **kwargs)
+    keys = _streams(rngs)
+    out, _ = self.apply(
+        variables, *args, rngs=keys, method=method, mutable=ALL_BUT_PARAMS, **kwargs
+    )
+    return out, variables
+
+
+def _streams(rngs: Any) -> Mapping[str, Any]:
+    return rngs if isinstance(rngs, Mapping) else {"params": rngs}
+
+
+def _when_bound(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A method of the quantized class; while an outer quantized model is traced, its rules count."""
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        if self.scope is None or current.is_tracing():
+            return original(self, *args, **kwargs)
+        return _call_bound(self, name, args, kwargs)
+
+    method._fewbit_name = name  # type: ignore[attr-defined]
+    return method
+
+
+def _call_bound(self: Any, name: str, args: tuple, kwargs: dict) -> Any:
+    """Run the module on its part of the outer variables, and write back what changed."""
+    module = self.unbind()[0]
+    rngs = {stream: self.make_rng(stream) for stream in self.scope.rngs}
+    starting = self.is_initializing()
+    if starting and not self.variables.get("params"):
+        _write(self, module.init(rngs, *args, method=name, **kwargs))
+    mutable = subtract_filters(self.scope.mutable, "params")
+    out = module.apply(self.variables, *args, rngs=rngs, method=name, mutable=mutable, **kwargs)
+    if mutable is False:
+        return out
+    if not starting:  # `init` leaves running statistics as they begin
+        _write(self, out[1])
+    return out[0]
+
+
+def _write(self: Any, variables: Any) -> None:
+    for collection, entries in variables.items():
+        for key, value in entries.items():
+            self.put_variable(collection, key, value)

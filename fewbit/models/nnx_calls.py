@@ -1,0 +1,353 @@
+"""One call of an NNX method: split the objects, trace a private twin, run, write back what changed.
+
+The twin has the original classes and float parameters. Only Variables that the forward really
+changed are written, so a model that is closed over inside another trace can be called there.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
+from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
+from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
+from fewbit.weight import plain
+
+_runners: Cache["NnxRunner"] = Cache(256)
+
+_NO_SCOPES = (
+    "the forward treats its modules as values of one structure (it stacks them), so it was traced "
+    "without module scopes: a Site's path is its weight's, products of two activations have none"
+)
+
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call made ready: its runner, the traced leaves, the objects it uses, their Variables."""
+
+    runner: "NnxRunner"
+    dynamic: list[Any]
+    nodes: tuple[Any, ...]
+    variables: dict[Path, Any]
+
+
+def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Prepared:
+    """The runner for a method on arguments of this form; NNX objects among them are state too."""
+    nodes: list[Any] = [model]
+
+    def mark(value):
+        if not isinstance(value, nnx.Pytree | nnx.Variable):
+            return value
+        nodes.append(value)
+        return _Node(len(nodes) - 1)
+
+    args, kwargs = jax.tree.map(mark, (args, kwargs), is_leaf=_is_object)
+    graphdef, state = nnx.split(tuple(nodes))
+    variables = dict(nnx.to_flat_state(state))
+    values = [value_of(v) for v in variables.values()]
+    dynamic, call = split_call((values, args, kwargs))
+    base = place_of(model)
+
+    def make() -> NnxRunner:
+        tree = (values, args, kwargs)
+        return NnxRunner(model, provider, method, base, graphdef, call, variables, tree)
+
+    runner = _runners.get(lambda: (graphdef, provider, method, base, call.key), make)
+    return Prepared(runner, dynamic, tuple(nodes), variables)
+
+
+def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Any:
+    """Run a method of a quantized module."""
+    ready = prepare(model, provider, method, args, kwargs)
+    outcome = ready.runner(ready.dynamic)
+
+    def leaf(slot):
+        if isinstance(slot, _In):
+            return ready.dynamic[slot.number]
+        return outcome.new[slot.number] if isinstance(slot, _New) else slot
+
+    def value(slots):
+        treedef, leaves = slots
+        return jax.tree.unflatten(treedef, map(leaf, leaves))
+
+    for path, slots in outcome.writes:
+        old = ready.variables.get(path)
+        if isinstance(old, nnx.Variable):
+            old.set_value(value(slots))
+        elif outcome.structure is None:
+            _set_at(ready.nodes, path, value(slots))
+    if outcome.structure is not None:
+        graphdef, contents = outcome.structure
+        flat = [(path, value(slots)) for path, slots in contents]
+        twin = nnx.merge(graphdef, nnx.from_flat_state(flat))
+        seen: list[Any] = []
+        for mine, new in zip(ready.nodes, twin, strict=True):
+            _take_over(mine, new, seen)
+    return value(outcome.out)
+
+
+def value_of(variable: Any) -> Any:
+    """A Variable's value; arrays that are plain attributes stand for themselves."""
+    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable) or is_stored(value)
+
+
+# --- places of values among a call's inputs and results ------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Node:
+    """The place of an NNX object among a call's arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class _In:
+    """A value that is traced input `number`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _New:
+    """A value that is computed: number `number` of an outcome's arrays."""
+
+    number: int
+
+
+# A treedef, and for each leaf its place or, if it is no array, the leaf itself.
+Slots = tuple[Any, tuple[Any, ...]]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass
+class _After:
+    """A twin after its call: output and state as arrays, everything else static.
+
+    `graphdef` is None when the structure did not change.
+    """
+
+    arrays: list[Any]
+    out: Call
+    state: tuple[tuple[Path, Call], ...]
+    graphdef: Any
+
+    def tree_flatten(self):
+        return (self.arrays,), (self.out, self.state, self.graphdef)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(children[0], *static)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass
+class _Outcome:
+    """What leaves the jit: new arrays. The rest is static, so that a cached call knows it too."""
+
+    new: list[Any]
+    out: Slots
+    writes: tuple[tuple[Path, Slots], ...]
+    structure: Any  # (graphdef, every Variable's slots), or None
+
+    def tree_flatten(self):
+        return (self.new,), (self.out, self.writes, self.structure)
+
+    @classmethod
+    def tree_unflatten(cls, static, children):
+        return cls(children[0], *static)
+
+
+# --- the runner ----------------------------------------------------------------------------------
+
+
+class NnxRunner(Runner):
+    """A runner that reports changed state instead of returning all of it."""
+
+    def __init__(self, model, provider, method, base, graphdef, call, variables, tree):
+        self.names = _names(base, variables, tree)
+        self.before = _input_slots(variables)
+        twin = functools.partial(_run_twin, graphdef, base, method, call, tuple(variables))
+        super().__init__(
+            functools.partial(twin, True),
+            provider,
+            lambda key: self.names[key[0].idx],
+            method=method,
+            root=not base,
+            what=f"NNX module {type(model).__name__}",
+        )
+        self._unscoped: Any = jax.jit(functools.partial(twin, False))
+        self._notes: tuple[str, ...] = ()
+
+    def trace(self, tree: Any) -> Traced:
+        """As every runner; a model that cannot bear module paths is traced without them."""
+        try:
+            traced = super().trace(tree)
+        except UntraceableModelError:
+            raise
+        except (TypeError, ValueError):
+            if self._unscoped is None:
+                raise
+            scoped, self._traceable = self._traceable, self._unscoped
+            try:
+                traced = super().trace(tree)
+            except Exception:
+                self._traceable = scoped
+                raise
+            self._unscoped, self._notes = None, (_NO_SCOPES,)
+        program = replace(traced.program, opaque=traced.program.opaque + self._notes)
+        return replace(traced, program=program)
+
+    def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> _Outcome:
+        after = jax.tree.unflatten(traced.out_tree, list(range(len(outs))))
+        numbers = iter(after.arrays)
+        new: list[Any] = []
+
+        def slots(call: Call) -> Slots:
+            leaves = []
+            for static in call.static:
+                if static is not TRACED:
+                    leaves.append(static)
+                    continue
+                number = next(numbers)
+                source = traced.forwarded[number]
+                if source is None:
+                    new.append(plain(outs[number]))
+                leaves.append(_New(len(new) - 1) if source is None else _In(source))
+            return call.treedef, tuple(leaves)
+
+        out = slots(after.out)
+        contents = tuple((path, slots(call)) for path, call in after.state)
+        writes = tuple((path, s) for path, s in contents if self.before.get(path) != s)
+        structure = None if after.graphdef is None else (after.graphdef, contents)
+        return _Outcome(new, out, writes, structure)
+
+    def rewritten(self, tree: Any) -> list[str]:
+        """The parameters that the forward itself changes."""
+        traced = self.trace(tree)
+        outcome = self.finish(traced, [None] * len(traced.forwarded), traced.values)
+        changed = {path for path, _ in outcome.writes}
+        return [
+            self.names[leaf.number]
+            for path, (_, leaves) in self.before.items()
+            for leaf in leaves
+            if path in changed and isinstance(leaf, _In) and self.names[leaf.number] is not None
+        ]
+
+
+def _names(base: str, variables: dict[Path, Any], tree: Any) -> tuple[str | None, ...]:
+    """The parameter path of each traced leaf; None for what is no parameter of the model itself."""
+    kinds = list(variables.items())
+
+    def name(keypath):
+        if keypath[0].idx != 0:
+            return None
+        path, variable = kinds[keypath[1].idx]
+        if path[0] != 0 or not isinstance(variable, nnx.Param):
+            return None
+        parts = [base, *map(str, path[1:]), key_name(keypath[2:])]
+        return "/".join(part for part in parts if part)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
+    return tuple(name(key) for key, value in flat if is_array(value))
+
+
+def _input_slots(variables: dict[Path, Any]) -> dict[Path, Slots]:
+    """Where each Variable's value comes from when a call begins."""
+    number, found = 0, {}
+    for path, variable in variables.items():
+        leaves, treedef = jax.tree.flatten(value_of(variable), is_leaf=is_stored)
+        places: list[Any] = []
+        for leaf in leaves:
+            places.append(_In(number) if is_array(leaf) else leaf)
+            number += is_array(leaf)
+        found[path] = (treedef, tuple(places))
+    return found
+
+
+def _run_twin(
+    graphdef: Any,
+    base: str,
+    method: str,
+    call: Call,
+    paths: Sequence[Path],
+    annotate: bool,
+    dynamic: list[Any],
+) -> _After:
+    values, args, kwargs = call.merge(dynamic)
+    state = nnx.from_flat_state(list(zip(paths, values, strict=True)))
+    nodes = nnx.merge(graphdef, state)
+    changed = open_scopes(nodes, base, annotate)
+
+    def unmark(value):
+        return nodes[value.index] if isinstance(value, _Node) else value
+
+    args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, _Node))
+    out, out_call = split_call(getattr(nodes[0], method)(*args, **kwargs))
+    close_scopes(changed)
+    after, state = nnx.split(nodes)
+    arrays, contents = list(out), []
+    for path, variable in nnx.to_flat_state(state):
+        leaves, kept = split_call(value_of(variable))
+        arrays += leaves
+        contents.append((path, kept))
+    return _After(arrays, out_call, tuple(contents), None if after == graphdef else after)
+
+
+# --- taking a changed structure over -------------------------------------------------------------
+
+
+def _set_at(nodes: Any, path: Path, value: Any) -> None:
+    """Set an array that is a plain attribute, not a Variable."""
+    node = nodes
+    for key in path[:-1]:
+        node = node[key] if isinstance(node, tuple | list | dict) else getattr(node, str(key))
+    setattr(node, path[-1], value)
+
+
+def _take_over(mine: Any, new: Any, seen: list[Any]) -> None:
+    """The call made Variables or changed plain attributes: take both over from the twin.
+
+    Variables that were there before have their values already.
+    """
+    if any(mine is done for done in seen) or isinstance(mine, nnx.Variable):
+        return
+    seen.append(mine)
+    for name, value in list(vars(new).items()):
+        have = vars(mine).get(name)
+        if name.startswith("_pytree__") or _is_kept(have, value):
+            continue
+        if isinstance(value, nnx.Pytree) and type(value) is type(have):
+            _take_over(have, value, seen)
+        else:
+            is_data = vars(new)["_pytree__nodes"].get(name, False)
+            setattr(mine, name, nnx.data(value) if is_data else value)
+    for name in set(vars(mine)) - set(vars(new)):
+        delattr(mine, name)
+
+
+def _is_kept(have: Any, value: Any) -> bool:
+    """Whether an attribute holds the same Variables, or the same plain value, as before."""
+    if have is value:
+        return True
+    if type(have) is not type(value) or isinstance(value, nnx.Pytree):
+        return False
+    if isinstance(value, nnx.Variable):
+        return True
+    here, there = (jax.tree.flatten(x, is_leaf=_is_object) for x in (have, value))
+    if here[1] != there[1]:
+        return False
+    return all(
+        type(a) is type(b) and (isinstance(a, nnx.Variable) or (not is_array(a) and a == b))
+        for a, b in zip(here[0], there[0], strict=True)
+    )
