@@ -18,6 +18,9 @@ framework is imported until a model of its kind is seen.
 
 from fewbit._plan import Plan as Plan
 from fewbit._plan import Site as Site
+from fewbit._trainable import merge_trainable as merge_trainable
+from fewbit._trainable import split_trainable as split_trainable
+from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
 from fewbit.current import get_current_rule as get_current_rule
 from fewbit.engine import UntraceableModelError as UntraceableModelError
@@ -34,7 +37,6 @@ from fewbit.ops import ragged_dot as ragged_dot
 from fewbit.ops import ragged_dot_general as ragged_dot_general
 from fewbit.ops import take as take
 from fewbit.params import quantize_params as quantize_params
-from fewbit.params import trainable as trainable
 from fewbit.planner import PlanError as PlanError
 from fewbit.qarray import HowToQuantize as HowToQuantize
 from fewbit.qarray import QArray as QArray

@@ -29,9 +29,10 @@ class _NoArithmetic:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{self!r} cannot be used as an array in arithmetic. For a product that stays "
-            "quantized call fewbit.dot_general, fewbit.einsum or another op of fewbit; for a float "
-            "array call fewbit.dequantize(...) first."
+            f"{getattr(self, 'array', self)!r} cannot be used as an array in arithmetic. For a product "
+            "that stays quantized call fewbit.dot_general, fewbit.einsum or another op of fewbit; for "
+            "a float array call fewbit.dequantize(...) first. A float model that was given quantized "
+            "parameters is run quantized: fewbit.quantize_model(model, provider)."
         )
 
     __array__ = __neg__ = __abs__ = __pos__ = _refuse

@@ -37,10 +37,21 @@ _MSG_OTHER_TYPE = (
     "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the float "
     "parameters with these rules, or run the model with the rules they were quantized by."
 )
+_MSG_KEPT_FLOAT = (
+    "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with the "
+    "rules its parameters were quantized by, or give it the float parameter: fewbit.dequantize(...)."
+)
 
 
 class UntraceableModelError(TypeError):
     """A model whose Python code depends on array values."""
+
+
+def untraceable(what: str, failed: Sequence[str], error: Exception) -> UntraceableModelError:
+    """The error for `what`, of which the module at path `failed[0]` asked for a value."""
+    where = f"Module '{failed[0]}' of {what}" if failed and failed[0] else what
+    first_line = str(error).strip().split("\n")[0]
+    return UntraceableModelError(_MSG_UNTRACEABLE.format(where=where, error=first_line))
 
 
 def is_stored(value: Any) -> bool:
@@ -115,7 +126,7 @@ class Runner:
             try:
                 traced = self._traceable.trace(treedef.unflatten(views))
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
-                raise UntraceableModelError(self.untraceable(failed, error)) from error
+                raise untraceable(self.what, failed, error) from error
         leaves = [
             None if path is None else (path, tuple(view.shape))
             for path, view in zip(paths, views, strict=True)
@@ -135,10 +146,6 @@ class Runner:
             ],
         )
 
-    def untraceable(self, failed: Sequence[str], error: Exception) -> str:
-        where = f"Module '{failed[0]}' of {self.what}" if failed and failed[0] else self.what
-        return _MSG_UNTRACEABLE.format(where=where, error=str(error).strip().split("\n")[0])
-
     def rule_for(self, values: Sequence[Any]) -> RuleFor:
         carried = {v.leaf: v.rule for v in values if is_weight(v)}
 
@@ -157,8 +164,11 @@ class Runner:
         self.provider.mark_used(
             d.rule_index for d in decisions.values() if d.rule_index is not None
         )
+        rules = {site: d.rule for site, d in decisions.items() if d.rule is not None}
+        self.provider.check_ready(rules)
         if self.provider.quantizes_params:
-            self.check_stored(traced, storage([traced.program], [decisions], lambda message: None))
+            requests = storage([traced.program], [decisions], lambda message: None)
+            self.check_stored(traced, decisions, requests)
         outs = self.run(traced.program, decisions, traced.values)[0]
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
 
@@ -183,7 +193,9 @@ class Runner:
         )
         return interpreter.run(program.root, values), interpreter.dequantized
 
-    def check_stored(self, traced: Traced, requests: dict[str, Request]) -> None:
+    def check_stored(
+        self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
+    ) -> None:
         """Parameters must be stored as the rules say."""
         if not self.root:
             return
@@ -199,6 +211,17 @@ class Runner:
                 raise ValueError(
                     _MSG_OTHER_TYPE.format(
                         leaf=leaf, stored=qtype, wanted=wanted.how.qtype, site=site
+                    )
+                )
+        for ts in traced.program.sites:
+            leaf, index = ts.site.weight, decisions[ts.site.id].rule_index
+            if leaf not in stored or leaf in requests or index is None or not self.provider.strict:
+                continue
+            rule = self.provider.rules[index]
+            if rule.switched_off:
+                raise ValueError(
+                    _MSG_KEPT_FLOAT.format(
+                        leaf=leaf, stored=stored[leaf].array.qtype, site=ts.site.id, rule=rule
                     )
                 )
 

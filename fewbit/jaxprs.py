@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core as jex
 
 Eqn = Any  # jax.extend.core.JaxprEqn; spelled Any because its attributes are not typed
@@ -43,6 +44,11 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
 def constants(jaxpr: Any) -> tuple[Any, ...]:
     """The constants closed over by a ClosedJaxpr; none for an open one."""
     return tuple(getattr(jaxpr, "consts", ()))
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """The mesh axes over which an array inside `shard_map` differs."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def is_literal(var: Any) -> bool:

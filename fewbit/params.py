@@ -5,6 +5,8 @@ leaf depends on that leaf alone.
 """
 
 from difflib import get_close_matches
+from itertools import permutations
+from math import prod
 from typing import Any
 
 import jax
@@ -19,9 +21,23 @@ _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to hand "
     "parameters that the model does not have through unchanged."
 )
+_MSG_MISSING = (
+    "{count} of the plan's parameters {are} missing: {paths}.{near} Give the whole tree, or pass "
+    "allow_missing_params=True to quantize a part of it."
+)
 _MSG_SHAPE = (
-    "{path} has shape {found}, expected {wanted}. The plan or template was made for another model or "
-    "other sizes: make it again with this model."
+    "{path} has shape {found}, expected {wanted}.{turned} The plan or template was made for another "
+    "model or other sizes: make it again with this model."
+)
+_MSG_TURNED = " It looks transposed: pass params with {path} as `array.transpose({axes})`."
+_MSG_QUANTIZED = (
+    "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize it "
+    "first to store it in another format: fewbit.dequantize(...)."
+)
+_MSG_NO_TEMPLATE = (
+    "quantize_params takes a Plan or a template as its second argument, got {found}. Make one: "
+    "quantize_params(params, fewbit.plan(model, rules, *inputs)), or for Linen "
+    "quantize_params(params, jax.eval_shape(quantized.init, key, x)['params'])."
 )
 
 _quantize_leaf = jax.jit(quantize_with, static_argnums=1)
@@ -33,19 +49,26 @@ def quantize_params(
     quant_stats: Any = None,
     *,
     allow_extra_params: bool = False,
+    allow_missing_params: bool = False,
 ) -> Any:
     """The same tree with each planned leaf as `WithAux(QArray)`; other leaves pass through.
 
     `abstract_quantized_params` is a `Plan`, the template `jax.eval_shape(model.init, ...)['params']` of
-    a quantized Linen model, or a quantized NNX model (then `params` is a pure dict).
+    a quantized Linen model, or a quantized NNX model (then `params` is a pure dict). A template takes a
+    subtree, so that weights can be streamed; a Plan takes one with `allow_missing_params=True`.
 
     >>> import fewbit, jax.numpy as jnp
-    >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros(4)}
+    >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
     >>> f = lambda params, x: x @ params['w'] + params['b']
     >>> plan = fewbit.plan(f, [fewbit.QuantizationRule(weight_qtype='int8')], params, jnp.ones((2, 3)))
     >>> quantize_params(params, plan)['w'].array
     QArray(qvalue=int8[3,4], scale=float32[1,4], qtype=int8)
     """
+    if isinstance(params, Plan):
+        raise TypeError(
+            "quantize_params takes the parameters first and the plan second: "
+            "quantize_params(params, plan)."
+        )
     if quant_stats:
         raise NotImplementedError(
             "Static activation scales from quant_stats come with calibration. Leave quant_stats out and "
@@ -53,23 +76,34 @@ def quantize_params(
         )
     template = _Template(abstract_quantized_params, allow_extra_params)
 
+    seen = []
+
     def leaf(keypath, value):
         path = _path(keypath)
+        seen.append(path)
         found = template.leaf(path)
-        return value if found is None else _quantized(path, value, *found)
+        if found is None:
+            return value
+        how, shape, boxed = found
+        return _kept(path, value, shape) if how is None else _quantized(path, value, *found)
 
-    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_is_box)
+    result = jax.tree_util.tree_map_with_path(
+        leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
+    )
+    if not allow_missing_params:
+        template.check_complete(seen)
+    return result
 
 
 class _Template:
     """What a leaf should become, from a plan or from a tree of abstract quantized leaves."""
 
     def __init__(self, source: Any, allow_extra: bool):
-        self.allow_extra = allow_extra
-        self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...], Any]]
+        self.allow_extra, self.whole = allow_extra, isinstance(source, Plan)
+        self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...] | None, Any]]
         if isinstance(source, Plan):
             self.leaves = {
-                leaf.path: (leaf.how and leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), None)
+                leaf.path: (leaf.how and leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), _WHOLE)
                 for leaf in source.leaves
             }
             return
@@ -78,22 +112,51 @@ class _Template:
         flat, _ = jax.tree_util.tree_flatten_with_path(
             source, is_leaf=lambda x: isinstance(x, WithAux) or _is_box(x)
         )
+        if source is None or (
+            flat and not any(hasattr(value, "shape") or _is_box(value) for _, value in flat)
+        ):
+            raise TypeError(_MSG_NO_TEMPLATE.format(found=_kind(source)))
         self.leaves = {_path(key): _template_leaf(value) for key, value in flat}
 
-    def leaf(self, path: str) -> tuple[HowToQuantize, tuple[int, ...], Any] | None:
+    def leaf(self, path: str) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any] | None:
         if path not in self.leaves:
             if self.allow_extra:
                 return None
             near = get_close_matches(path, self.leaves, 3)
             hint = f" The nearest are {', '.join(near)}." if near else ""
             raise ValueError(_MSG_EXTRA.format(path=path, near=hint))
-        how, shape, boxes = self.leaves[path]
-        return None if how is None else (how, shape, boxes)
+        return self.leaves[path]
+
+    def check_complete(self, seen: list[str]) -> None:
+        """A plan is of a whole model; a template may be asked for any part."""
+        missing = [path for path in self.leaves if path not in set(seen)] if self.whole else []
+        if not missing:
+            return
+        extra = [path for path in seen if path not in self.leaves]
+        near = get_close_matches(missing[0], extra, 1)
+        raise ValueError(
+            _MSG_MISSING.format(
+                count=len(missing),
+                are="is" if len(missing) == 1 else "are",
+                paths=", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""),
+                near=f" {near[0]!r} is given, which the plan does not know." if near else "",
+            )
+        )
 
 
-def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...], Any]:
+_WHOLE = object()  # a plan's leaf: its shape is the parameter's own
+
+
+def _kind(value: Any) -> str:
+    words = f"a {type(value).__name__}" if value is not None else "None"
+    items = list(value) if isinstance(value, list | tuple) else []
+    return words + (f" of {type(items[0]).__name__} objects" if items else "")
+
+
+def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any]:
     if not isinstance(value, WithAux):
-        return None, (), None
+        shape = getattr(unboxed(value) if _is_box(value) else value, "shape", None)
+        return None, None if shape is None else tuple(shape), None
     q = value.array
     if _is_box(q.qvalue):
         return value.how, tuple(unboxed(q.qvalue).shape), q
@@ -102,7 +165,39 @@ def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...], A
 
 def quantize_leaf(path: str, value: Any, leaf: Any) -> Any:
     """One parameter as the plan's leaf says."""
-    return _quantized(path, value, leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), None)
+    return _quantized(path, value, leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), _WHOLE)
+
+
+def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:
+    """A parameter that stays as it is, if it is the one that is meant."""
+    array = unboxed(value) if _is_box(value) else value
+    if isinstance(array, WithAux | QArray):
+        raise ValueError(_MSG_QUANTIZED.format(path=path, array=_bare(array)))
+    found = getattr(array, "shape", None)
+    if shape is not None and found is not None and tuple(found) != shape:
+        raise ValueError(_shape_message(path, tuple(found), shape))
+    return value
+
+
+def _bare(array: Any) -> Any:
+    return array.array if isinstance(array, WithAux) else array
+
+
+def _shape_message(path: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    turned = ""
+    if _is_turned(found, wanted):
+        axes = next(p for p in permutations(range(len(found))) if _take(found, p) == wanted)
+        turned = _MSG_TURNED.format(path=path, axes=", ".join(map(str, axes)))
+    return _MSG_SHAPE.format(path=path, found=found, wanted=wanted, turned=turned)
+
+
+def _take(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(shape[axis] for axis in axes)
+
+
+def _is_turned(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    wide = [tuple(n for n in shape if n != 1) for shape in (found, wanted)]
+    return wide[0] != wide[1] and sorted(found) == sorted(wanted)
 
 
 def _quantized(
@@ -111,25 +206,25 @@ def _quantized(
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
     if isinstance(array, WithAux | QArray):
-        raise ValueError(
-            f"{path} is quantized already ({array!r}). quantize_params takes float parameters; "
-            "dequantize it first to store it in another format."
-        )
+        raise ValueError(_MSG_QUANTIZED.format(path=path, array=_bare(array)))
     if not isinstance(array, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(
             f"params is not a pure dict of jax.Array: {path} is a {type(array).__name__}. For NNX pass "
             "nnx.to_pure_dict(nnx.state(model))."
         )
     if tuple(array.shape) != shape:
-        if np.prod(array.shape) != np.prod(shape):
-            raise ValueError(_MSG_SHAPE.format(path=path, found=tuple(array.shape), wanted=shape))
-        array = array.reshape(shape)  # stored flat, used in another shape: the template's counts
+        found = tuple(array.shape)
+        # A template may hold the shape a parameter is used in (stored flat, used as heads); a
+        # reshape of a transposed one would pass too, and scramble it.
+        if boxed is _WHOLE or prod(found) != prod(shape) or _is_turned(found, shape):
+            raise ValueError(_shape_message(path, found, shape))
+        array = array.reshape(shape)
     check_finite(array, path)
     if isinstance(array, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
     else:
         q = _quantize_leaf(jnp.asarray(array), how)
-    return WithAux(rebox(q, boxed, box), how)
+    return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
 
 
 def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:
@@ -187,23 +282,3 @@ def is_box(value: Any) -> bool:
 
 def _path(keypath: tuple[Any, ...]) -> str:
     return key_name(keypath)
-
-
-def trainable(params: Any) -> Any:
-    """A tree of bools: True where a leaf can be differentiated (float, not quantized).
-
-    The mask for `optax.masked`, and the answer to "jax.grad got int8": differentiate the float leaves
-    only.
-
-    >>> import fewbit, jax.numpy as jnp
-    >>> q = fewbit.quantize(jnp.ones((2, 2)), 'int8')
-    >>> trainable({'w': q, 'b': jnp.zeros(2), 'step': jnp.array(0)})
-    {'b': True, 'step': False, 'w': False}
-    """
-
-    def can(value):
-        if isinstance(value, WithAux | QArray):
-            return False
-        return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating))
-
-    return jax.tree.map(can, params, is_leaf=lambda x: isinstance(x, WithAux | QArray))

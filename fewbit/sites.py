@@ -42,12 +42,17 @@ class SiteRunner:
             for k, v in enumerate(ins)
         ]
         method = getattr(self.provider, _METHODS[site.op])
-        own = type(self.provider).__dict__.get(_METHODS[site.op])
-        if own is not None and not own.__module__.startswith("fewbit."):
-            self.report(site.id, f"{type(self.provider).__name__}.{method.__name__}")
-        here = current.CurrentSite(site, rule, lambda text: self.report(site.id, text))
+        here = current.CurrentSite(site, rule, self.reporter(site.id, method))
         with current.at_site(here), jax.named_scope(site.path or site.op):
             return _CALLS[site.op](method, ts.eqn, operands)
+
+    def reporter(self, site_id: str, method: Callable[..., Any]) -> Callable[[str], None]:
+        """Where the op says what ran it; a user's own method is named with it."""
+        if method.__module__.startswith("fewbit."):
+            return lambda text: self.report(site_id, text)
+        name = f"{type(self.provider).__name__}.{method.__name__}"
+        self.report(site_id, name)
+        return lambda text: self.report(site_id, f"{name} ({text})")
 
     def look_up(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
         self.report(ts.site.id, "xla gather")

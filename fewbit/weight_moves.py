@@ -130,7 +130,7 @@ def _pvary(eqn: Eqn, ins: list[Any]):
     axes = eqn.params["axes"]
 
     def vary(part):
-        missing = tuple(a for a in axes if a not in jax.typeof(part).vma)
+        missing = tuple(a for a in axes if a not in jaxprs.varying_axes(part))
         return jax.lax.pcast(part, missing, to="varying") if missing else part
 
     return [jax.tree.map(vary, value) for value in ins]

@@ -28,14 +28,14 @@ LAYERS = [
     ["rules", "rules_*", "_rule_*", "presets"],
     [
         *("_plan", "_plan_*", "planner", "trace", "interpret", "jaxprs", "provenance", "rebuild"),
-        *("calls", "current", "engine", "params", "sites", "weight", "weight_*"),
+        *("calls", "current", "engine", "params", "sites", "weight", "weight_*", "_trainable"),
     ],
     ["modes"],
     ["models", "keras"],
     ["algorithms"],
     ["io"],
     ["lm"],
-    ["report", "cli", "__main__", "debug"],
+    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug"],
 ]
 
 # Which files know a framework. Everything else speaks JAX alone.

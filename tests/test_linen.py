@@ -1,5 +1,6 @@
 """What a Linen user does with a quantized module: the flow, ways of calling, ways of holding it."""
 
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -39,15 +40,15 @@ class Coder(nn.Module):
         self.norm = nn.BatchNorm(momentum=0.5)
         self.dec = nn.Dense(16)
         self.drop = nn.Dropout(self.rate)
+        self.calls = self.variable("counts", "calls", lambda: jnp.int32(0))
 
     def encode(self, x, train: bool = False):
         return self.norm(self.enc(x), use_running_average=not train)
 
     def __call__(self, x, train: bool = False):
         z = self.drop(self.encode(x, train), deterministic=not train)
-        seen = self.variable("counts", "calls", lambda: jnp.int32(0))
         if self.is_mutable_collection("counts"):
-            seen.value += 1
+            self.calls.value += 1
         return self.dec(z)
 
 
@@ -65,7 +66,7 @@ def coder():
     return quantize(Coder(), W8A8, X16)
 
 
-# --- the flow ----------------------------------------------------------------------------------------
+# --- the flow -------------------------------------------------------------------------------------
 
 
 def test_the_documented_flow():
@@ -96,7 +97,11 @@ def test_the_documented_flow():
         (dict(weight_qtype="nf4", tile_size=64), (1, 64), 0.15),
         (dict(weight_qtype="float8_e4m3fn", act_qtype="float8_e4m3fn"), (1, 64), 0.06),
         (dict(weight_qtype="int8", weight_calibration_method="minmax"), (1, 64), 0.02),
-        (dict(weight_qtype="int8", act_qtype="int8", act_calibration_method="minmax"), (1, 64), 0.02),
+        (
+            dict(weight_qtype="int8", act_qtype="int8", act_calibration_method="minmax"),
+            (1, 64),
+            0.02,
+        ),
     ],
     ids=["int4 tile 32", "nf4 tile 64", "fp8", "minmax weights", "minmax activations"],
 )
@@ -139,7 +144,7 @@ def test_plan_needs_no_parameters():
     assert set(stored(quantized)) == {"up/kernel", "down/kernel"}
 
 
-# --- ways of calling ---------------------------------------------------------------------------------
+# --- ways of calling ------------------------------------------------------------------------------
 
 
 def test_collections_and_rngs(coder):
@@ -262,7 +267,11 @@ def test_train_state_on_the_float_leaves(mlp):
 
     def join(part):
         return jax.tree.map(
-            lambda m, a, b: a if m else b, mask, part, params, is_leaf=lambda x: x is None or is_q(x)
+            lambda m, a, b: a if m else b,
+            mask,
+            part,
+            params,
+            is_leaf=lambda x: x is None or is_q(x),
         )
 
     state = TrainState.create(apply_fn=ptq.apply, params=trained, tx=optax.sgd(0.1))
@@ -287,7 +296,7 @@ def test_tabulate(mlp, how):
     assert "int8" in text and "[32,64]" in text and "scale" in text
 
 
-# --- modules in modules ------------------------------------------------------------------------------
+# --- modules in modules ---------------------------------------------------------------------------
 
 
 class Outer(nn.Module):
@@ -363,11 +372,13 @@ def test_sequential_holds_a_list():
 def test_a_quantized_model_inside_a_quantized_model_follows_the_outer_rules():
     inner = fewbit.quantize_model(MLP(), PtqProvider(W8A8))
     rules = [QuantizationRule(module_path="inner/up", weight_qtype="int4")]
-    _, _, quantized = quantize(Outer(inner), rules, X, variables=Outer(MLP()).init(jax.random.key(0), X))
+    _, _, quantized = quantize(
+        Outer(inner), rules, X, variables=Outer(MLP()).init(jax.random.key(0), X)
+    )
     assert stored(quantized["params"]) == {"inner/up/kernel": ("int4", (1, 64))}
 
 
-# --- ways of holding ---------------------------------------------------------------------------------
+# --- ways of holding ------------------------------------------------------------------------------
 
 
 def test_equality_hash_clone_and_class():
@@ -421,10 +432,7 @@ def test_pickle_in_this_and_another_process(mlp, tmp_path, monkeypatch):
     same = pickle.loads(pickle.dumps(ptq))
     assert same == ptq and jnp.array_equal(same.apply(quantized, X), ptq.apply(quantized, X))
     (tmp_path / "small_model.py").write_text(PICKLED)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{sys.path[0]}:.")
-    import fewbit as package
-
-    root = str(package.__path__[0]).rsplit("/", 1)[0]
+    root = pathlib.Path(fewbit.__file__).parent.parent
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     for code in (MAKE, USE):
         done = subprocess.run(
@@ -433,7 +441,7 @@ def test_pickle_in_this_and_another_process(mlp, tmp_path, monkeypatch):
         assert done.returncode == 0, done.stderr
 
 
-# --- nothing leaks -----------------------------------------------------------------------------------
+# --- nothing leaks --------------------------------------------------------------------------------
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import pytest
 from linen_cases import W8A8, normal, quantize, stored
 
 import fewbit
-from fewbit import PtqProvider, QuantizationRule, UntraceableModelError
+from fewbit import PtqProvider, QuantizationProvider, QuantizationRule, UntraceableModelError
 
 X = normal(4, 16)
 
@@ -31,7 +31,9 @@ class Block(nn.Module):
 
 def test_float_params_given_to_a_quantized_model():
     ptq, variables, _ = quantize(Model(), W8A8, X)
-    with pytest.raises(ValueError, match="feeding an unquantized param to a quantized model") as error:
+    with pytest.raises(
+        ValueError, match="feeding an unquantized param to a quantized model"
+    ) as error:
         ptq.apply(variables, X)
     assert "block/up/kernel" in str(error.value) and "quantize_params" in str(error.value)
 
@@ -56,7 +58,9 @@ def test_params_that_do_not_fit():
     with pytest.raises(ValueError, match=r"block/up/kernel has shape \(3, 8\), expected \(16, 8\)"):
         fewbit.quantize_params(wrong, template)
     extra = {"block": {**variables["params"]["block"], "upp": {"kernel": jnp.ones((16, 8))}}}
-    with pytest.raises(ValueError, match="block/upp/kernel is not found .*nearest are block/up/kernel"):
+    with pytest.raises(
+        ValueError, match="block/upp/kernel is not found .*nearest are block/up/kernel"
+    ):
         fewbit.quantize_params(extra, template)
     passed = fewbit.quantize_params(extra, template, allow_extra_params=True)
     assert list(stored(passed)) == ["block/up/kernel"]
@@ -117,7 +121,7 @@ def test_an_untraceable_template_says_the_same():
         jax.eval_shape(ptq.init, jax.random.key(0), X)
 
 
-# --- rules as kernels and subclasses see them --------------------------------------------------------
+# --- rules as kernels and subclasses see them -----------------------------------------------------
 
 seen = []
 
@@ -177,3 +181,20 @@ def test_an_overridden_product_is_called():
     assert set(provider.called) == {(jnp.dtype("int8"), "dot_general0")}
     with pytest.raises(ValueError, match="Current module is not known."):
         provider._get_current_rule_and_op_id("dot_general")
+
+
+class Negated(QuantizationProvider):
+    """On the base class: parameters stay float."""
+
+    def dot_general(self, lhs, rhs, dimension_numbers, *args, **kwargs):
+        assert isinstance(lhs, jax.Array) and isinstance(rhs, jax.Array)
+        assert self._get_current_rule_and_op_id("dot_general")[0] == W8A8[0]
+        return -super().dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
+
+
+@pytest.mark.parametrize("disable_jit", [False, True])
+def test_a_provider_on_the_base_class(disable_jit):
+    model = fewbit.quantize_model(NoBias(), Negated(W8A8, disable_jit=disable_jit))
+    variables = model.init(jax.random.key(0), X)
+    assert stored(variables["params"]) == {}
+    assert jnp.array_equal(model.apply(variables, X), -NoBias().apply(variables, X))

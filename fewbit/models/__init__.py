@@ -5,13 +5,23 @@ A front end is loaded when a model of its kind is first seen; `import fewbit` lo
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fewbit._plan import Plan
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
+
+_MSG_KERAS = (
+    "{name} is a Keras model, which fewbit does not take yet. Quantize it as a plain function of its "
+    "variables: f = lambda params, x: model.stateless_call(params, "
+    "model.non_trainable_variables, x)[0], then fewbit.quantize_model(f, provider)."
+)
+_MSG_TYPE = (
+    "Unsupported model type: {found}. fewbit takes a Flax Linen module, a Flax NNX module or a function "
+    "f(params, *args).{fix}"
+)
 
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
@@ -24,16 +34,29 @@ def front_end(model: Any) -> Any:
             return importlib.import_module(f"fewbit.models.{name}")
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(model, keras.Model):
-        raise NotImplementedError(
-            "Keras models are not supported yet. Quantize model.stateless_call as a plain function of "
-            "its trainable variables: fewbit.quantize_model(f, provider)."
-        )
+        raise NotImplementedError(_MSG_KERAS.format(name=type(model).__name__))
     if callable(model) and not isinstance(model, type):
         return importlib.import_module("fewbit.models.function")
-    raise ValueError(
-        f"Unsupported model type: {type(model)}. fewbit takes a Flax Linen module, a Flax NNX module or "
-        "a function f(params, *args); for a class, pass an instance."
-    )
+    if isinstance(model, type):
+        fix = f" Pass an instance: {model.__name__}(...)."
+    elif isinstance(model, Mapping | list | tuple):
+        fix = " Parameters are quantized by quantize_params(params, plan)."
+    else:
+        fix = ""
+    raise ValueError(_MSG_TYPE.format(found=type(model), fix=fix))
+
+
+def _no_provider(model: Any, provider: Any) -> str:
+    found = f"a {type(provider).__name__}"
+    fix = "Write quantize_model(model, PtqProvider(rules), ...)."
+    if isinstance(model, QuantizationProvider):
+        fix = "The model comes first: quantize_model(model, provider, ...)."
+    elif isinstance(provider, type) and issubclass(provider, QuantizationProvider):
+        found = f"the class {provider.__name__}"
+        fix = f"Make one of it: quantize_model(model, {provider.__name__}(rules), ...)."
+    elif isinstance(provider, Plan):
+        fix = "Write quantize_model(model, PtqProvider(plan.rules), ...)."
+    return f"quantize_model takes a provider as its second argument, got {found}. {fix}"
 
 
 def quantize_model(
@@ -59,10 +82,7 @@ def quantize_model(
     [1. 1. 1.]
     """
     if not isinstance(provider, QuantizationProvider):
-        raise TypeError(
-            f"quantize_model takes a provider, got {type(provider).__name__}. "
-            "Write quantize_model(model, PtqProvider(rules), ...)."
-        )
+        raise TypeError(_no_provider(model, provider))
     return front_end(model).quantize(
         model, provider, *model_inputs, methods=tuple(methods), **model_inputs_kwargs
     )

@@ -1,13 +1,14 @@
 """Flax Linen: a module becomes a pure function of its variables, its inputs and its rngs.
 
-What is traced is a *float twin*: the module as its author wrote it, bound to nothing. Module paths come
-from Linen's public `intercept_methods`. The quantized class is in `linen_class`.
+What is traced is a *float twin*: the module as its author wrote it, bound to nothing. Module paths
+come from Linen's public `intercept_methods`. The quantized class is in `linen_class`.
 """
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +19,7 @@ from flax.core import DenyList
 from fewbit import current
 from fewbit._plan import Plan
 from fewbit.calls import Cache, Call, key_name, split_call
-from fewbit.engine import Runner
+from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
 from fewbit.models.planning import plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
@@ -40,8 +41,8 @@ def quantize(
 
     if inputs or kwargs:
         raise ValueError(
-            "Model inputs must not be provided for linen models. The inputs come with init and apply: "
-            "quantize_model(model, provider), then quantize_params(params, "
+            "Model inputs must not be provided for linen models. The inputs come with init and "
+            "apply: quantize_model(model, provider), then quantize_params(params, "
             "jax.eval_shape(model.init, key, x)['params'])."
         )
     original = unquantized_type(module)
@@ -75,7 +76,7 @@ def plan(
         return twin.init(key, *args, method=methods[0], **kwargs)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    with current.tracing(provider), scopes():
+    with initializing(twin, provider):
         variables = jax.eval_shape(init, key, dynamic)
     runs = [
         make_run(
@@ -102,7 +103,7 @@ class Options:
 
     @classmethod
     def of(cls, method: Any, mutable: Any, capture_intermediates: Any = False) -> "Options":
-        """`method` may be a name, a function of the module, or a method bound to any such module."""
+        """`method` is a name, a function of the module, or a method bound to any such module."""
         name = getattr(method, "_fewbit_name", None)  # a method of a quantized class
         function = method.__func__ if inspect.ismethod(method) else method
         mutable = tuple(sorted(mutable)) if isinstance(mutable, list | set | tuple) else mutable
@@ -135,7 +136,7 @@ def make_run(
             provider,
             lambda key: call.names[key[0].idx],
             method=options.method_name,
-            what=f"Linen module {type(twin).__name__}",
+            what=_what(twin),
         )
 
     return _runners.get(lambda: (_key(twin, {}), provider, options, call.key), make), dynamic
@@ -156,7 +157,7 @@ def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> 
 
 
 def _key(value: Any, seen: dict[int, int]) -> Any:
-    """A module as a dictionary key. Its own hash fails on lists, and takes 1 and True for the same."""
+    """A module as a dictionary key. Its own hash fails on lists, and 1 and True are one to it."""
     if isinstance(value, nn.Module):
         if (
             id(value) in seen
@@ -183,6 +184,20 @@ def scopes() -> Any:
     return nn.intercept_methods(intercept)
 
 
+@contextmanager
+def initializing(twin: nn.Module, provider: Any) -> Iterator[None]:
+    """While the twin's own `init` runs, abstractly or not."""
+    with current.tracing(provider) as failed, scopes():
+        try:
+            yield
+        except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            raise untraceable(_what(twin), failed, error) from error
+
+
+def _what(twin: nn.Module) -> str:
+    return f"Linen module {type(twin).__name__}"
+
+
 def _name(keypath: tuple[Any, ...]) -> str | None:
     """Parameters are the leaves of the collection 'params'; boxes add nothing to the path."""
     if keypath[0].idx != 0 or len(keypath) < 2 or keypath[1].key != "params":
@@ -205,19 +220,20 @@ def unquantized_type(module: nn.Module) -> type[nn.Module]:
 def fields(module: nn.Module) -> dict[str, Any]:
     """The arguments that make the module again, but for its place in another one."""
     skip = ("parent", "name")
-    names = [f.name for f in dataclasses.fields(module) if f.init and f.name not in skip]  # type: ignore[arg-type]
+    names = [f.name for f in dataclasses.fields(module) if f.init and f.name not in skip]
     return {name: getattr(module, name) for name in names}
 
 
-# --- partitioning boxes: people keep them on the parts, a trace needs them around the whole -----------
+# --- partitioning boxes: people keep them on the parts, a trace needs them around the whole ------
 
 
 def is_aux(value: Any) -> bool:
+    """Whether a tree node is a quantized parameter."""
     return isinstance(value, WithAux)
 
 
 def box_outside(value: Any) -> Any:
-    """`WithAux(QArray(Box(qvalue), Box(scale)))` as `Box(WithAux(QArray))`, which a trace can unbox."""
+    """`WithAux(QArray(Box(qvalue), ...))` as `Box(WithAux(QArray))`, which a trace can unbox."""
     if is_aux(value) and isinstance(value.array, QArray) and is_box(value.array.qvalue):
         return value.array.qvalue.replace_boxed(WithAux(unbox_parts(value.array), value.how))
     return value

@@ -1,7 +1,8 @@
 """The quantized class of a Linen module: same name, same fields, other `apply` and `init`.
 
-`apply` and `init` run the float twin's program with quantized products. The module's own methods do so
-too when it is bound: by `bind`, by `nn.apply`, or as a submodule of somebody's float model.
+`apply` and `init` run the float twin's program with quantized products. The methods it was
+quantized for do so too when it is bound: by `bind`, by `nn.apply`, or as a submodule of somebody's
+float model.
 """
 
 import functools
@@ -20,8 +21,8 @@ from fewbit.models.linen import (
     boxes_inside,
     fields,
     float_twin,
+    initializing,
     make_run,
-    scopes,
 )
 from fewbit.models.planning import plan_runs
 from fewbit.params import quantize_params
@@ -30,10 +31,8 @@ _NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` return
 
 
 @functools.lru_cache(maxsize=256)
-def quantized_class(
-    original: type[nn.Module], provider: Any, methods: tuple[str, ...]
-) -> type[nn.Module]:
-    """One class per original, provider and methods, so that modules quantized alike compare equal."""
+def quantized_class(original: Any, provider: Any, methods: tuple[str, ...]) -> Any:
+    """One class per original, provider and methods: modules quantized alike compare equal."""
     namespace: dict[str, Any] = {
         "__doc__": original.__doc__,
         "__module__": original.__module__,
@@ -88,10 +87,10 @@ def _init(
     capture_intermediates: Any = False,
     **kwargs: Any,
 ) -> Any:
-    """The float twin's variables with planned parameters quantized: the template, under `eval_shape`."""
+    """The float twin's variables, planned parameters quantized: under `eval_shape` the template."""
     provider, twin = self._fewbit_provider, float_twin(self)
     options = Options.of(method, ALL_BUT_PARAMS)
-    with scopes(), current.tracing(provider):
+    with initializing(twin, provider):
         variables = twin.init(
             rngs,
             *args,
@@ -136,7 +135,7 @@ def _streams(rngs: Any) -> Mapping[str, Any]:
 
 
 def _when_bound(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A method of the quantized class; while an outer quantized model is traced, its rules count."""
+    """A method of the quantized class. Where an outer quantized model is traced, its rules hold."""
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):

@@ -33,8 +33,8 @@ _MSG_NO_INPUTS = (
     "quantize_model(model, provider, jax.ShapeDtypeStruct((1, 28, 28), 'float32'))."
 )
 _MSG_RNGS = (
-    "Rngs must be an nnx.Rngs instance. Got {found}; write rngs=nnx.Rngs(0). A model that takes rngs "
-    "as an argument of its own gets them by position."
+    "Rngs must be an nnx.Rngs instance. Got {found}; write rngs=nnx.Rngs(0). A model that takes "
+    "rngs as an argument of its own gets them by position."
 )
 _MSG_TWICE = (
     "{what} is quantized already. Quantize the float model it came from, with one list of rules: "
@@ -42,8 +42,8 @@ _MSG_TWICE = (
 )
 _MSG_REWRITTEN = (
     "Parameter '{leaf}' would be stored as {qtype}, but {method} of {model} assigns to it. A "
-    "stored weight is only read. Make it an nnx.Variable of another type than nnx.Param, or leave it "
-    "float: QuantizationRule(module_path={path!r}) before the other rules."
+    "stored weight is only read. Make it an nnx.Variable of another type than nnx.Param, or leave "
+    "it float: QuantizationRule(module_path={path!r}) before the other rules."
 )
 
 

@@ -1,7 +1,7 @@
 """NNX modules and their classes: where a module stands, and scopes around its methods in a trace.
 
-A quantized module and a traced twin are ordinary modules whose class was exchanged for a subclass of
-the original, made once per original class.
+A quantized module and a traced twin are ordinary modules whose class was exchanged for a subclass
+of the original, made once per original class.
 """
 
 import functools
@@ -106,7 +106,7 @@ def scoped_class(original: type) -> type:
 
 
 def open_scopes(nodes: Iterable[Any], base: str, annotate: bool) -> list[tuple[nnx.Module, type]]:
-    """Give a twin's modules their original classes, with scopes if `annotate`; returns what to undo.
+    """Give a twin's modules their original classes, with scopes if `annotate`; returns the undo list.
 
     The path is a string in the module's structure, so it travels through nnx.jit, scan and remat.
     """

@@ -5,7 +5,7 @@ The interpreter calls `provider.dot_general(...)`, `.einsum(...)`, `.conv_genera
 quantized. Inside such a method `_get_current_rule_and_op_id(op)` tells the rule and the Site's number.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,19 @@ _MSG_NO_MODULE = (
     "Current module is not known. `_get_current_rule_and_op_id` answers only while a quantized model "
     "is traced or run; outside of one `fewbit.get_current_rule(op_name)` returns None."
 )
+_MSG_RULES = (
+    "A provider takes a list of QuantizationRule objects, got {found}. {fix}"
+)
+_WRITE_RULE = (
+    "Write QuantizationRule(module_path='.*', weight_qtype='int8'), or read rules from a file with "
+    "fewbit.rules_from_yaml(path)."
+)
+_MSG_NOTHING_PATCHED = (
+    "{where}{name} has no meaning in fewbit: no function of JAX or Flax is replaced while a model runs, "
+    "so there is nothing to intercept. The interpreter calls the provider's own methods: override "
+    "dot_general, einsum, conv_general_dilated or ragged_dot in a subclass."
+)
+_INTERCEPTION = ("get_intercept_map", "get_interceptors")
 
 
 class QuantizationProvider:
@@ -46,19 +59,32 @@ class QuantizationProvider:
     ):
         if isinstance(rules, QuantizationRule):
             rules = [rules]
+        _check_rules(rules)
         self.rules: tuple[QuantizationRule, ...] = tuple(self._init_rule(rule) for rule in rules)
         self.disable_jit = disable_jit
         self.strict = strict
         self._used_rules: set[int] | None = None
         self._kernel_rules: set[int] = set()
+        self._kernel_ops: set[str] = set()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _INTERCEPTION:
+            if name in vars(cls):  # it would never be called, and its quantization silently missing
+                where = f"{cls.__name__} overrides a method that is never called: "
+                raise TypeError(_MSG_NOTHING_PATCHED.format(where=where, name=name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _INTERCEPTION:
+            where = f"{type(self).__name__}."
+            raise AttributeError(_MSG_NOTHING_PATCHED.format(where=where, name=name))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         if not isinstance(rule, QuantizationRule):
-            raise TypeError(
-                f"A provider takes QuantizationRule objects, got {type(rule).__name__}: {rule!r}. "
-                "Write QuantizationRule(module_path='.*', weight_qtype='int8'), or read rules from a "
-                "file with fewbit.rules_from_yaml(path)."
-            )
+            found = f"a {type(rule).__name__} in it: {rule!r}"
+            fix = f"Write QuantizationRule(**{rule!r})." if isinstance(rule, dict) else _WRITE_RULE
+            raise TypeError(_MSG_RULES.format(found=found, fix=fix))
         return rule
 
     # Two providers made alike are alike, so that models quantized alike share classes and jit caches.
@@ -86,11 +112,19 @@ class QuantizationProvider:
         index, rule = self.rule_for(path, op)
         if index is not None:
             self._kernel_rules.add(index)
+            self._kernel_ops.add(op)
         return rule
 
     def asked_by_kernel(self, index: int) -> bool:
         """Whether a kernel has asked for this rule by its own op name."""
         return index in self._kernel_rules
+
+    def kernel_op_names(self) -> frozenset[str]:
+        """The names by which kernels have asked for rules."""
+        return frozenset(self._kernel_ops)
+
+    def check_ready(self, rules: Mapping[str, QuantizationRule]) -> None:
+        """A hook before Sites (by id) run under these rules: raise if this mode cannot run one."""
 
     def mark_used(self, indices: Iterable[int]) -> None:
         self._used_rules = (self._used_rules or set()) | set(indices)
@@ -205,6 +239,21 @@ class QuantizationProvider:
             preferred_element_type=preferred_element_type,
             group_offset=group_offset,
         )
+
+
+def _check_rules(rules: Any) -> None:
+    if isinstance(rules, QuantizationProvider):
+        found = f"a {type(rules).__name__}"
+        fix = f"It is a provider already: use it as it is, or {found[2:]}(provider.rules)."
+    elif isinstance(rules, str):
+        found, fix = f"the string {rules!r}", _WRITE_RULE
+    elif isinstance(rules, Mapping):
+        found, fix = "a mapping", f"Write [QuantizationRule(**{dict(rules)!r})]."
+    elif not isinstance(rules, Iterable):
+        found, fix = repr(rules), _WRITE_RULE
+    else:
+        return
+    raise TypeError(_MSG_RULES.format(found=found, fix=fix))
 
 
 def as_float(operand: Any) -> Any:

@@ -4,7 +4,7 @@ Gradients are straight-through: the value of a product with quantized activation
 its derivative that of the float product with the dequantized weight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,22 @@ from fewbit.rules import QuantizationRule
 
 Hows = Sequence[HowToQuantize | None]
 
+_MSG_STATIC = (
+    "{site} has act_static_scale=True in {rule!r}, but static activation ranges need calibration, which "
+    "is not there yet. Leave act_static_scale out to measure the range of each batch, or give a range "
+    "you know: act_static_scale=None, act_calibration_method='fixed,-6,6'."
+)
+
 
 class BoxedParamProvider(QuantizationProvider):
     """Parameters live as `WithAux(QArray)`; the common base of PTQ and LoRA."""
 
     quantizes_params = True
+
+    def check_ready(self, rules: Mapping[str, QuantizationRule]) -> None:
+        for site, rule in rules.items():
+            if rule.act_static_scale:
+                raise NotImplementedError(_MSG_STATIC.format(site=site, rule=rule))
 
     def dot_general(
         self,

@@ -1,0 +1,120 @@
+"""Eight host devices: sharded parameters stay sharded and quantized, on auto and explicit meshes."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import W8, W8A8, normal, quantized, relative_error
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fewbit
+
+PARAMS = {"up": normal(0, 64, 128), "down": normal(1, 128, 64)}
+SPECS = {"up": P(None, "m"), "down": P("m", None)}
+X = normal(2, 16, 64)
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 4), ("d", "m"), axis_types=(kind, kind))
+
+
+def model(params, x, out=None):
+    hidden = jnp.tanh(x @ params["up"])
+    return jnp.einsum("bf,fo->bo", hidden, params["down"], out_sharding=out)
+
+
+@pytest.mark.parametrize("rules", [W8A8, W8], ids=["w8a8", "w8"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_tensor_parallel_equals_one_device(kind, rules):
+    expected = np.asarray(jax.jit(quantized(model, rules, PARAMS, X)[0])(quantized(model, rules, PARAMS, X)[1], X))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        f = partial(model, out=P("d", None) if kind == AxisType.Explicit else None)
+        params = {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in PARAMS.items()}
+        x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
+        qf, qp, _ = quantized(f, rules, params, x)
+        for name, spec in SPECS.items():
+            assert qp[name].array.qvalue.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        out = jax.jit(qf)(qp, x)
+        np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-4)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("d", None)), 2)
+        hlo = jax.jit(qf).lower(qp, x).compile().as_text()
+        assert not re.findall(r"f32\[(64,128|128,64)\]\S* all-gather", hlo)
+        gradient = jax.jit(jax.grad(lambda x: qf(qp, x).sum()))(x)
+        assert relative_error(gradient, jax.grad(lambda x: model(PARAMS, x).sum())(X)) < 0.1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_scan_over_sharded_layers(kind):
+    stack = {"w": normal(0, 3, 64, 64) / 8}
+    f = lambda p, x: lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]  # noqa: E731
+    expected = np.asarray(f(stack, X))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(stack["w"], NamedSharding(mesh, P(None, None, None)))}
+        x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
+        qf, qp, _ = quantized(f, W8A8, params, x)
+        assert relative_error(jax.jit(qf)(qp, x), expected) < 0.05
+
+
+def test_shard_map_runs_each_shard_quantized():
+    mesh = mesh_of(AxisType.Auto)
+
+    def f(params, x):
+        @partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "m"), P("m", None), P("d")), out_specs=P("d"))
+        def block(up, down, x):
+            return lax.psum(jnp.tanh(x @ up) @ down, "m")
+
+        return block(params["up"], params["down"], x)
+
+    qf, qp, plan = quantized(f, W8A8, PARAMS, X)
+    assert [row.runs_on for row in plan.sites] == ["int8 dot", "int8 dot"] and not plan.notes
+    assert relative_error(jax.jit(qf)(qp, X), f(PARAMS, X)) < 0.05
+
+
+def test_weight_behind_a_sharding_constraint_stays_quantized():
+    mesh = mesh_of(AxisType.Auto)
+
+    def f(params, x):
+        w = lax.with_sharding_constraint(params["up"], NamedSharding(mesh, P(None, "m")))
+        return x @ w
+
+    qf, qp, plan = quantized(f, W8A8, {"up": PARAMS["up"]}, X)
+    assert plan.sites[0].runs_on == "int8 dot" and not plan.notes
+    assert relative_error(jax.jit(qf)(qp, X), X @ PARAMS["up"]) < 0.03
+
+
+def test_weight_resharded_on_an_explicit_mesh_stays_quantized():
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        w = jax.device_put(PARAMS["up"], NamedSharding(mesh, P("m", None)))
+        x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
+        f = lambda p, x: x @ jax.sharding.reshard(p["up"], P(None, "m"))  # noqa: E731
+        qf, qp, plan = quantized(f, W8A8, {"up": w}, x)
+        assert plan.sites[0].runs_on == "int8 dot" and not plan.notes
+        assert relative_error(jax.jit(qf)(qp, x), X @ PARAMS["up"]) < 0.03
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_lowers_for_accelerators_with_int8_products(platform):
+    qf, qp, _ = quantized(model, W8A8, PARAMS, X)
+    text = jax.jit(qf).trace(qp, X).lower(lowering_platforms=(platform,)).as_text()
+    products = re.findall(r"dot_general.*: \(tensor<\S*xi8>, tensor<\S*xi8>\) -> tensor<\S*xi32>", text)
+    assert len(products) == 2
+
+
+def test_quantizing_a_sharded_leaf_equals_quantizing_it_whole():
+    mesh = mesh_of(AxisType.Auto)
+    plan = fewbit.plan(model, W8A8, PARAMS, X)
+    whole = fewbit.quantize_params(PARAMS, plan)
+    sharded = fewbit.quantize_params(
+        {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in PARAMS.items()}, plan
+    )
+    for name in PARAMS:
+        np.testing.assert_array_equal(whole[name].array.qvalue, sharded[name].array.qvalue)
+        np.testing.assert_array_equal(whole[name].array.scale, sharded[name].array.scale)
