@@ -1,8 +1,7 @@
 """What an eager call of a quantized NNX model costs against the float model's.
 
-Both are called in turn, without any jit around them, on 24 small blocks where dispatch is all the cost.
-The two models are interleaved so that a busy machine slows both; the printed number is the median of the
-ratios.
+Both are called without any jit around them, on 24 small blocks where dispatch is all the cost. The
+calls are interleaved so that a busy machine slows both; printed is the median of the ratios.
 
     python bench/eager_call.py [--blocks 24] [--rounds 30]
 """

@@ -45,6 +45,8 @@ from fewbit.qarray import dequantize as dequantize
 from fewbit.qarray import pack_tree as pack
 from fewbit.qarray import quantize as quantize
 from fewbit.qarray import unpack_tree as unpack
+from fewbit.reporting import Report as Report
+from fewbit.reporting import report as report
 from fewbit.rules import LoraRule as LoraRule
 from fewbit.rules import QtRule as QtRule
 from fewbit.rules import QuantizationRule as QuantizationRule
@@ -52,3 +54,12 @@ from fewbit.rules_io import rules_from_json as rules_from_json
 from fewbit.rules_io import rules_from_yaml as rules_from_yaml
 from fewbit.rules_io import rules_to_json as rules_to_json
 from fewbit.rules_io import rules_to_yaml as rules_to_yaml
+
+
+def __getattr__(name: str) -> object:
+    """Names that load a framework, that come later, or that are misspelt."""
+    if name.startswith("__"):  # Python's own questions are not about us
+        raise AttributeError(name)
+    from fewbit._later import resolve
+
+    return resolve(name)

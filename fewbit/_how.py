@@ -26,7 +26,7 @@ class TiledAxes(Mapping[int, Tile]):
 
     __slots__ = ("_items", "_key")
 
-    def __init__(self, items: Mapping[int, Tile] = {}):  # noqa: B006 (never written to)
+    def __init__(self, items: Mapping[int, Tile] = {}):
         self._items = {operator.index(a): _tile(a, items[a]) for a in sorted(items)}
         self._key = tuple((a, type(t).__name__, t) for a, t in self._items.items())
 

@@ -26,7 +26,12 @@ def rebuild(q: QArray, data: Any, tile_shape: Sequence[int], move: PartMove) -> 
     parts: dict[str, Any] = {}
     for name in ("scale", "zero_point", "tensor_scale"):
         part = getattr(q, name)
-        if part is not None:
+        if part is None:
+            continue
+        if name == "tensor_scale" and set(part.shape) <= {1}:
+            # The same object where possible: `concatenate` knows by it that pieces were one.
+            parts[name] = part if part.ndim == data.ndim else part.reshape((1,) * data.ndim)
+        else:
             parts[name] = move(part, infer_tile_shape(q.shape, part.shape, q.tiles))
     moved = q.replace(qvalue=data, tiles=(), **parts)
     return moved.replace(tiles=uneven_tiles(moved.shape, moved.scale.shape, tile_shape))
@@ -162,7 +167,7 @@ def _sliced(x: jax.Array, cuts: Sequence[tuple[int, int, int]]) -> jax.Array:
 
 
 def dynamic_slice(q: QArray, start_indices: Sequence[Any], sizes: Sequence[int]) -> QArray:
-    """A slice at traced places, clamped to the array as `lax.dynamic_slice` does.
+    """A slice at traced places, clamped to the array as the primitive does it.
 
     On a tiled axis the slice is the whole axis or one element, or its start is a known number.
 
@@ -171,7 +176,7 @@ def dynamic_slice(q: QArray, start_indices: Sequence[Any], sizes: Sequence[int])
     (1, 1)
     """
     sizes, shape = tuple(sizes), q.shape
-    starts = []
+    starts: list[Any] = []
     for start, size, dim in zip(start_indices, sizes, shape, strict=True):
         known = _known_int(start)
         if size == dim:

@@ -101,8 +101,6 @@ def gather(
     batch_places = [a for a in range(rank) if a not in numbers.offset_dims]
 
     def move(part, tiles):
-        if part is q.tensor_scale:
-            return part.reshape((1,) * rank)
         shared = all(part.shape[a] == 1 for a in (*indexed, *batching))
         if shared and not fills:
             part = lax.squeeze(part, [a for a in range(q.ndim) if a not in kept])

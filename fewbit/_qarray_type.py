@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ class _NoArithmetic:
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
-            f"{getattr(self, 'array', self)!r} cannot be used as an array in arithmetic. For a product "
-            "that stays quantized call fewbit.dot_general, fewbit.einsum or another op of fewbit; for "
-            "a float array call fewbit.dequantize(...) first. A float model that was given quantized "
-            "parameters is run quantized: fewbit.quantize_model(model, provider)."
+            f"{getattr(self, 'array', self)!r} cannot be used as an array in arithmetic. For a "
+            "product that stays quantized call fewbit.dot_general, fewbit.einsum or another op of "
+            "fewbit; for a float array call fewbit.dequantize(...) first. A float model that was "
+            "given quantized parameters is run quantized: fewbit.quantize_model(model, provider)."
         )
 
     __array__ = __neg__ = __abs__ = __pos__ = _refuse
@@ -61,6 +61,12 @@ class QArray(_NoArithmetic):
     """
 
     __slots__ = ("data", "_scale", "_zero_point", "_tensor_scale", "_static")
+    if TYPE_CHECKING:  # what runs must not see these, or they would become fields
+        data: Any
+        _scale: Any
+        _zero_point: Any
+        _tensor_scale: Any
+        _static: tuple[str | None, str | None, tuple[tuple[int, int], ...], str, int | None]
     # A dataclass for its fields alone: what prints trees (Flax's tabulate) finds the parts by them.
     qvalue: Any
     scale: Any
@@ -123,7 +129,7 @@ class QArray(_NoArithmetic):
         fields |= {name: getattr(self, name) for name in ("qtype", "tiles", "layout", "last_dim")}
         return QArray(**(fields | changes))
 
-    @property
+    @property  # type: ignore[no-redef]
     def qvalue(self) -> Any:
         """The codes, one element each, in their storage dtype; unpacked on demand."""
         if self.layout == "plain":
@@ -136,15 +142,15 @@ class QArray(_NoArithmetic):
             return (1 - 2 * patterns.astype(jnp.int8)).astype(row.storage)
         return from_bit_patterns(patterns, row.bits, row.storage)
 
-    @property
+    @property  # type: ignore[no-redef]
     def scale(self) -> Any:
         return self._scale
 
-    @property
+    @property  # type: ignore[no-redef]
     def zero_point(self) -> Any:
         return self._zero_point
 
-    @property
+    @property  # type: ignore[no-redef]
     def tensor_scale(self) -> Any:
         return self._tensor_scale
 

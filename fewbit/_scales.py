@@ -84,12 +84,12 @@ def split_two_levels(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(wide, keepdims=True)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    # 448 is 1.75 * 2**8: a larger mantissa has to land one binade lower.
-    exponent = jnp.clip(exponent - jnp.where(mantissa <= 0x600000, 8, 7), 1, 254)
+    # 448 is 1.75 * 2**8: a mantissa that e4m3 rounds to more has to land one binade lower.
+    exponent = jnp.clip(exponent - jnp.where(mantissa <= 0x680000, 8, 7), 1, 254)
     power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
     power = jnp.where(largest > 0, power, 1.0)
     # A stored zero would divide by zero; tiles this small decode to zero anyway.
-    levels = jnp.where(largest > 0, jnp.maximum(wide / power, _SMALLEST_E4M3), 1.0)
+    levels = jnp.where(largest > 0, jnp.clip(wide / power, _SMALLEST_E4M3, 448.0), 1.0)
     return levels.astype(jnp.float8_e4m3fn), power
 
 
@@ -103,11 +103,13 @@ def _widened(edge: jax.Array, scale_dtype: Any, row: Format) -> jax.Array:
 
 
 def _divide(array: jax.Array, bound: float) -> jax.Array:
-    # XLA turns a division by a broadcast scalar into a product with its reciprocal, but only where
-    # it sees the broadcast, so the last bit would depend on the shape, on jit and on vmap. The
-    # divisor is made from the array so that vmap gives it the batch axis too.
-    divisor = jnp.where(array < 0, bound, bound).astype(array.dtype)
-    return jax.lax.div(array, jax.lax.optimization_barrier(divisor))
+    # XLA turns a division by a shared number into a product with its reciprocal, except where it
+    # does not see that the number is shared, so the last bit would depend on the shape, on jit and
+    # on vmap. The product is what everybody's checkpoints were made with, so it is written out. The
+    # barrier rounds the range to its dtype first and keeps it from being merged with the factor.
+    wide = jnp.float32 if array.dtype == jnp.bfloat16 else array.dtype
+    settled = jax.lax.optimization_barrier(array).astype(wide)
+    return (settled * (1 / jnp.asarray(bound, wide))).astype(array.dtype)
 
 
 def _not_tiny(scale: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Which leaves of a parameter tree gradients reach, and how to give `jax.grad` only those.
 
-`jax.grad` looks at the leaves before any function runs: on a tree with quantized leaves it says "grad
-requires real- or complex-valued inputs ... but got int8". So the tree is split before, and merged inside.
+`jax.grad` looks at the leaves before any function runs: on a tree with quantized leaves it says
+"grad requires real- or complex-valued inputs ... but got int8". So the tree is split before, and
+merged inside.
 """
 
 from typing import Any
@@ -12,8 +13,8 @@ import jax.numpy as jnp
 from fewbit.qarray import QArray, WithAux
 
 _MSG_PARTS = (
-    "The two parts do not fit together at {path}: {what}. merge_trainable takes the two trees that one "
-    "call of split_trainable returned; each leaf is None in exactly one of them."
+    "The two parts do not fit together at {path}: {what}. merge_trainable takes the two trees that "
+    "one call of split_trainable returned; each leaf is None in exactly one of them."
 )
 
 
@@ -24,8 +25,9 @@ def _is_stored(value: Any) -> bool:
 def trainable(params: Any) -> Any:
     """A tree of bools: True where a leaf can be differentiated (float, not quantized).
 
-    The mask for `optax.masked`. Where `jax.grad` says that it got int8, `split_trainable` gives it the
-    float leaves alone; for NNX it is `nnx.grad(..., argnums=nnx.DiffState(0, fewbit.float_params()))`.
+    The mask for `optax.masked`. Where `jax.grad` says that it got int8, `split_trainable` gives it
+    the float leaves alone; for NNX write
+    `nnx.grad(loss, argnums=nnx.DiffState(0, fewbit.float_params()))`.
 
     >>> import fewbit, jax.numpy as jnp
     >>> q = fewbit.quantize(jnp.ones((2, 2)), 'int8')
@@ -42,7 +44,7 @@ def trainable(params: Any) -> Any:
 
 
 def split_trainable(params: Any) -> tuple[Any, Any]:
-    """The float leaves and the rest: two trees like `params`, each with None where the other has a leaf.
+    """The float leaves and the rest: two trees like `params`, None where the other has a leaf.
 
     >>> import fewbit, jax, jax.numpy as jnp
     >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]

@@ -85,7 +85,9 @@ def quantize_params(
         if found is None:
             return value
         how, shape, boxed = found
-        return _kept(path, value, shape) if how is None else _quantized(path, value, *found)
+        if how is None or shape is None:
+            return _kept(path, value, shape)
+        return _quantized(path, value, how, shape, boxed)
 
     result = jax.tree_util.tree_map_with_path(
         leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
@@ -103,7 +105,11 @@ class _Template:
         self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...] | None, Any]]
         if isinstance(source, Plan):
             self.leaves = {
-                leaf.path: (leaf.how and leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), _WHOLE)
+                leaf.path: (
+                    leaf.how and leaf.how.replace(rule=leaf.rule),
+                    tuple(leaf.shape),
+                    _WHOLE,
+                )
                 for leaf in source.leaves
             }
             return
@@ -218,13 +224,19 @@ def _quantized(
         # reshape of a transposed one would pass too, and scramble it.
         if boxed is _WHOLE or prod(found) != prod(shape) or _is_turned(found, shape):
             raise ValueError(_shape_message(path, found, shape))
-        array = array.reshape(shape)
+        array = _reshaped(array, shape)
     check_finite(array, path)
     if isinstance(array, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
     else:
         q = _quantize_leaf(jnp.asarray(array), how)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
+
+
+def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+    return array.reshape(shape)
 
 
 def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:

@@ -6,16 +6,17 @@ happens at each Site; the plan's `runs on` column is that report, not a guess.
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 from typing import Any
 
 import jax.numpy as jnp
 
+from fewbit import kernels
 from fewbit._plan import LeafPlan, Plan, SitePlan, stored_bytes
+from fewbit._plan_messages import Complaint, complaints, op_name_faults, unmatched_message
+from fewbit._plan_messages import PlanError as PlanError
 from fewbit.numerics import qtype_name, should_quantize
 from fewbit.ops import granularity
 from fewbit.provenance import Changed, Constant, Origin, TileDoesNotFit, leaf_granularity
@@ -23,11 +24,8 @@ from fewbit.qarray import HowToQuantize
 from fewbit.rules import QuantizationRule
 from fewbit.trace import Program, TracedSite, product_letters
 
-OP_NAMES = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
 
-
-class PlanError(ValueError):
-    """A rule and a model do not fit; the message names the place and the cure."""
+_NOTE_SLOW = "slow: XLA runs this slower than float32 on this CPU; it saves memory, not time"
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,6 @@ class Leaf:
     dtype: Any
 
 
-Complaint = Callable[[str], None]
 RuleFor = Callable[[TracedSite], tuple[int | None, QuantizationRule | None]]
 
 
@@ -180,7 +177,10 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
         }
         for axis, size in tiled.items():
             if size > shape[axis]:
-                raise TileDoesNotFit(f"{_shape(shape)} cannot be tiled as {{{axis}: {size}}}.")
+                raise TileDoesNotFit(
+                    f"{_shape(shape)} cannot be tiled as {{{axis}: {size}}}. That axis has only "
+                    f"{shape[axis]} elements."
+                )
         channelwise, tiles = leaf_granularity(origin, local.channelwise_axes, tiled)
     except ValueError as error:
         raise PlanError(
@@ -280,11 +280,22 @@ def make_plan(
     `observe(k, requests)` runs program k abstractly on leaves stored as requested and returns what ran
     each Site and which leaves were dequantized by which primitive.
     """
+    with complaints(strict) as complaint:
+        return _make_plan(provider, programs, leaves, kind, observe, complaint)
+
+
+def _make_plan(
+    provider: Any,
+    programs: Sequence[tuple[str, Program]],
+    leaves: Sequence[Leaf],
+    kind: str,
+    observe: Callable[[int, dict[str, Request]], tuple[dict[str, str], list[tuple[str, str]]]],
+    complaint: Complaint,
+) -> tuple[Plan, dict[str, Request]]:
     methods = [method for method, _ in programs]
     decisions = [
         decide(p, lambda ts: provider.rule_for(ts.site.path, ts.site.op)) for _, p in programs
     ]
-    complaint = complain_if(strict)
     requests = {}
     if provider.quantizes_params:
         requests = storage([p for _, p in programs], decisions, complaint)
@@ -304,29 +315,27 @@ def make_plan(
     used |= {i for i, rule in enumerate(provider.rules) if provider.asked_by_kernel(i)}
     unmatched = tuple(i for i in range(len(provider.rules)) if i not in used)
     provider.mark_used(used)
+    wrong, named = op_name_faults(
+        [provider.rules[i] for i in sorted(used)],
+        {row.site.op for row in rows},
+        provider.kernel_op_names(),
+    )
+    if any(row.runs_on.endswith("slow") for row in rows):
+        notes.append(_NOTE_SLOW)
     plan = Plan(
         rules=provider.rules,
         sites=tuple(rows),
         leaves=tuple(_leaf_plan(leaf, requests, rows) for leaf in leaves),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(notes + named)),
         unmatched_rules=unmatched,
         kind=kind,
         methods=tuple(methods),
     )
     if unmatched:
         complaint(unmatched_message(plan, [provider.rules[i] for i in unmatched]))
+    for message in wrong:
+        complaint(message)
     return plan, requests
-
-
-def complain_if(strict: bool) -> Complaint:
-    """Strict: a complaint is an error. Otherwise it is a warning."""
-
-    def complaint(message: str) -> None:
-        if strict:
-            raise PlanError(message + " Pass strict=False to turn this into a warning.")
-        warnings.warn(message, stacklevel=2)
-
-    return complaint
 
 
 def _row(
@@ -343,7 +352,7 @@ def _row(
             act_qtype=None,
             act_mode=None,
             granularity=granularity_text(stored.how),
-            runs_on=ran.get(site.id, ""),
+            runs_on=f"xla {ran.get(site.id, 'gather')}",
             reason=None,
             notes=note,
         )
@@ -371,10 +380,20 @@ def _row(
         act_qtype=act,
         act_mode=mode,
         granularity=text,
-        runs_on=ran.get(site.id, "not reached"),
+        runs_on=_runs_on(ts, ran.get(site.id)),
         reason=None,
         notes=() if stored else ("product of two activations",),
     )
+
+
+def _runs_on(ts: TracedSite, what: str | None) -> str:
+    if what is None:
+        return "not reached"
+    if "." in what:  # a provider's own method
+        return what
+    side = weight_operand(ts)
+    weight = prod(ts.eqn.invars[1 if side is None else side].aval.shape)
+    return kernels.runs_on(what, ts.site.macs // max(ts.site.trips * weight, 1))
 
 
 def _act_granularity(rule: QuantizationRule) -> str:
@@ -394,36 +413,6 @@ def _leaf_plan(leaf: Leaf, requests: dict[str, Request], rows: Iterable[SitePlan
         sites=tuple(row.site.id for row in rows if row.site.weight == leaf.path),
         rule=wanted.rule if wanted else None,
     )
-
-
-def unmatched_message(plan: Plan, rules: Sequence[QuantizationRule]) -> str:
-    """Which rules matched nothing, and what comes nearest."""
-    paths = list(dict.fromkeys(row.site.path for row in plan.sites))
-    ops = list(dict.fromkeys(row.site.op for row in plan.sites))
-    lines = []
-    for rule in rules:
-        text = f"{rule!r} matches no Site of the model."
-        unknown = [name for name in rule.op_names if name not in ops]
-        if unknown:
-            near = get_close_matches(unknown[0], [*ops, *OP_NAMES], 1, 0.3)
-            hint = f" The nearest is {near[0]!r}." if near else ""
-            text += f" No op is called {unknown[0]!r} here (there are: {', '.join(ops) or 'none'}).{hint}"
-        if not any(rule.matches(path, op) for path in paths for op in (rule.op_names or ops)):
-            plain = rule.module_path.replace(".*", "").replace("\\", "").strip("/")
-            near = get_close_matches(plain, paths, 3, 0.3) or paths[:3]
-            text += f" The nearest module paths are {', '.join(map(repr, near))}."
-        elif any(
-            rule.matches(row.site.path, row.site.op) and row.site.op == "take" for row in plan.sites
-        ):
-            text += (
-                " It reaches only a table look-up; a table that feeds no product is quantized when the "
-                "rule names it: op_names=('take',)."
-            )
-        elif not unknown:
-            text += " An earlier rule matches first wherever it would."
-        lines.append(text)
-    head = "A rule matches nothing: " if len(lines) == 1 else f"{len(lines)} rules match nothing: "
-    return head + " ".join(lines)
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -129,14 +129,14 @@ def quantize_with_scale_zero_point(
     return q.with_dtype(array.dtype)
 
 
-def dequantize(q: QArray, dtype: Any = None) -> jax.Array:
+def dequantize(q: QArray | WithAux, dtype: Any = None) -> jax.Array:
     """The float array that a QArray stands for, in its own dtype unless told.
 
     >>> dequantize(QArray(jnp.array([2, -4], jnp.int8), jnp.array([0.5])))
     Array([ 1., -2.], dtype=float32)
     """
     if isinstance(q, WithAux):
-        q = q.array
+        return dequantize(q.array, dtype)
     validate_qarray(q)
     return _dequantize(q, q.dtype if dtype is None else jnp.dtype(dtype))
 

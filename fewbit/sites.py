@@ -55,13 +55,13 @@ class SiteRunner:
         return lambda text: self.report(site_id, f"{name} ({text})")
 
     def look_up(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
-        self.report(ts.site.id, "xla gather")
+        self.report(ts.site.id, "gather")
         if not is_weight(ins[0]):
             return jaxprs.bind(ts.eqn, ins)[0]
         try:
             (rows,) = MOVES["gather"](ts.eqn, list(ins))
         except CannotMove:
-            self.report(ts.site.id, "xla dequantize + gather")
+            self.report(ts.site.id, "dequantize + gather")
             return jaxprs.bind(ts.eqn, [plain(v) for v in ins])[0]
         return plain(rows)
 

@@ -1,7 +1,10 @@
 """What the Linen tests share: the flow people write, and ways to see what really ran."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 import fewbit
@@ -12,7 +15,7 @@ W8 = [QuantizationRule(module_path=".*", weight_qtype="int8")]
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def relative_error(got, wanted):
@@ -25,13 +28,28 @@ def quantize(model, rules, *inputs, variables=None, **kwargs):
     """(quantized model, float variables, quantized variables) by the documented flow."""
     key = jax.random.key(1)
     if variables is None:
-        variables = jax.jit(lambda k, *xs: model.init(k, *xs, **kwargs))(key, *inputs)
+        init = lambda k, *xs: model.init(k, *xs, **kwargs)  # noqa: E731
+        variables = random_variables(jax.eval_shape(init, key, *inputs))
     ptq = fewbit.quantize_model(model, PtqProvider(rules))
     template = jax.eval_shape(lambda k, *xs: ptq.init(k, *xs, **kwargs), key, *inputs)["params"]
     qparams = fewbit.quantize_params(variables["params"], template)
     assert jax.tree.structure(qparams) == jax.tree.structure(template)
     assert [*map(shape_of, jax.tree.leaves(qparams))] == [*map(shape_of, jax.tree.leaves(template))]
     return ptq, variables, {**variables, "params": qparams}
+
+
+def random_variables(shapes):
+    """Variables drawn by NumPy: compiling Linen's initializers costs more than the test."""
+    rng = np.random.default_rng(7)
+
+    def draw(path, leaf):
+        if path[0].key != "params":
+            fill = np.ones if path[-1].key == "var" else np.zeros
+            return jnp.asarray(fill(leaf.shape, leaf.dtype))
+        fan_in = math.prod(leaf.shape[:-1]) if len(leaf.shape) > 1 else 1
+        return jnp.asarray(rng.normal(size=leaf.shape) / math.sqrt(fan_in), leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def shape_of(leaf):

@@ -42,7 +42,7 @@ def int8_products(fn, *args):
 
 
 def stored(model):
-    """{path: QArray} of a quantized model's parameters; each must sit in a WithAux in an nnx.Param."""
+    """{path: QArray} of a quantized model; each must sit in a WithAux in an nnx.Param."""
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         value = variable.get_value()

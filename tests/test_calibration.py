@@ -1,4 +1,4 @@
-"""Calibration methods: their language, their ranges, the scales made from them, their statistics."""
+"""Calibration methods: their language, ranges, the scales made from them, their statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -87,8 +87,7 @@ def test_ranges_per_tile(tile):
     expect("absmax,0.5", lambda c: 0.5 * np.abs(c).max(1))
     expect("rms,3", lambda c: 3 * np.sqrt((c**2).mean(1)))
     expect("percentile,75", lambda c: np.percentile(np.abs(c), 75, axis=1))
-    low_high = lambda c: np.stack([np.minimum(c.min(1), 0), np.maximum(c.max(1), 0)], -1)  # noqa
-    expect("minmax", low_high)
+    expect("minmax", lambda c: np.stack([np.minimum(c.min(1), 0), np.maximum(c.max(1), 0)], -1))
 
 
 def test_fixed_is_per_tensor():

@@ -51,7 +51,7 @@ def test_every_spelling_is_a_site(name, rules):
     assert 0 < relative_error(qf(qp, X), f(W, X)) < 0.03
     if rules is W8A8:
         assert set(dot_types(qf, qp, X)) == {"i8xi8"}
-        assert not plan.notes
+        assert all(row.runs_on == "xla int8 dot" for row in plan.sites) and not plan.notes
 
 
 def test_bfloat16_cast_keeps_the_weight_quantized():

@@ -1,14 +1,25 @@
-"""NNX layers and the ways people write a forward: each compared with float, and with int8 in the jaxpr."""
+"""NNX layers and the ways people write a forward: compared with float, and int8 in the jaxpr."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax import lax
-from nnx_checks import W8, W8A8, check, error, fresh, int8_products, normal, quantize, scales, stored
+from nnx_checks import (
+    W8,
+    W8A8,
+    check,
+    error,
+    fresh,
+    int8_products,
+    normal,
+    quantize,
+    scales,
+    stored,
+)
+from tolerances import NNX_INT8, NNX_RECURRENT
 
 import fewbit
-from tolerances import NNX_INT8, NNX_RECURRENT
 
 TAKE = fewbit.QuantizationRule(weight_qtype="int8", op_names=("take",))
 x8 = normal(4, 8)
@@ -18,7 +29,7 @@ def rngs():
     return nnx.Rngs(0)
 
 
-# --- layers ---------------------------------------------------------------------------------------
+# --- layers --------------------------------------------------------------------------------------
 
 
 LAYERS = {
@@ -238,7 +249,7 @@ def test_sow_inside_and_outside_capture():
     assert error(jax.tree.leaves(caught)[0], seen) == 0
 
 
-# --- ways to write a product ------------------------------------------------------------------------
+# --- ways to write a product ---------------------------------------------------------------------
 
 
 class Forward(nnx.Module):
@@ -281,7 +292,9 @@ def test_form_of_product(form):
 
 
 def test_an_activation_with_the_shape_of_a_weight_is_not_taken_for_it():
-    q = check(Forward(lambda m, x: (x @ x) @ m.w[...]), normal(8, 8), products=2, tolerance=NNX_INT8)
+    q = check(
+        Forward(lambda m, x: (x @ x) @ m.w[...]), normal(8, 8), products=2, tolerance=NNX_INT8
+    )
     assert scales(q) == {"w": (1, 8)}
 
 
@@ -328,7 +341,7 @@ def test_weight_in_jax_control_flow(loop):
     assert scales(q) == {"w": scale}
 
 
-# --- NNX transforms inside the model -----------------------------------------------------------------
+# --- NNX transforms inside the model -------------------------------------------------------------
 
 
 class Block(nnx.Module):
@@ -378,9 +391,7 @@ class Jitted(Remat):
 
 class Branching(Remat):
     def __call__(self, x):
-        return nnx.cond(
-            x[0, 0] > 99, lambda block, x: x, lambda block, x: block(x), self.block, x
-        )
+        return nnx.cond(x[0, 0] > 99, lambda block, x: x, lambda block, x: block(x), self.block, x)
 
 
 class Switching(Remat):
@@ -459,7 +470,7 @@ def test_a_model_that_stacks_its_own_blocks():
     assert set(stored(q)) == {"first/kernel"}, "a stacked weight is a new array, not a parameter"
 
 
-# --- structure ----------------------------------------------------------------------------------------
+# --- structure -----------------------------------------------------------------------------------
 
 
 class Shared(nnx.Module):

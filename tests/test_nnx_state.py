@@ -14,11 +14,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from nnx_checks import W8, W8A8, error, fresh, int8_products, normal, quantize, scales, stored
+from nnx_checks import W8, W8A8, error, int8_products, normal, quantize, scales, stored
+from tolerances import NNX_INT8, NNX_RECURRENT
 
 import fewbit
 from fewbit.models.nnx import float_params
-from tolerances import NNX_INT8, NNX_RECURRENT
 
 x8 = normal(4, 8)
 
@@ -63,7 +63,7 @@ def arrays(model):
     return jax.tree.leaves(nnx.state(model))
 
 
-# --- the float model ------------------------------------------------------------------------------
+# --- the float model -----------------------------------------------------------------------------
 
 
 def test_the_float_model_is_untouched():
@@ -89,15 +89,15 @@ def test_quantizing_needs_memory_for_the_quantized_weights_and_one_leaf():
 
         class Big(nnx.Module):
             def __init__(self, rngs):
-                self.layers = nnx.List([nnx.Linear(1024, 1024, rngs=rngs) for _ in range(24)])
+                self.layers = nnx.List([nnx.Linear(1024, 1024, rngs=rngs) for _ in range(48)])
             def __call__(self, x):
                 for layer in self.layers:
                     x = layer(x)
                 return x
 
-        def peak():
+        def status(name):
             with open("/proc/self/status") as f:
-                line = next(line for line in f if line.startswith("VmHWM"))
+                line = next(line for line in f if line.startswith(name))
             return int(line.split()[1]) * 1024
 
         def live():
@@ -105,25 +105,26 @@ def test_quantizing_needs_memory_for_the_quantized_weights_and_one_leaf():
 
         model, x = Big(nnx.Rngs(0)), jnp.ones((1, 1024))
         rules = [fewbit.QuantizationRule(weight_qtype="int8")]
-        fewbit.quantize_model(nnx.Linear(1024, 1024, rngs=nnx.Rngs(0)), fewbit.PtqProvider(rules), x)
-        with open("/proc/self/clear_refs", "w") as f:
-            f.write("5")
-        weights, before, high = live(), live(), peak()
+        warm = nnx.Linear(1024, 1024, rngs=nnx.Rngs(0))
+        fewbit.quantize_model(warm, fewbit.PtqProvider(rules), x)
+        before, resident = live(), status("VmRSS")
         q = fewbit.quantize_model(model, fewbit.PtqProvider(rules), x)
-        print(weights, live() - before, peak() - high)
+        print(before, live() - before, status("VmHWM") - resident)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
     )
     weights, grown, rss = map(int, done.stdout.split())
     leaf = 1024 * 1024 * 4
-    assert weights > 24 * leaf
+    assert weights > 48 * leaf
     assert grown < weights / 4 + leaf
-    assert rss < weights / 4 + 6 * leaf, "the peak is the quantized size and a few temporaries"
+    assert rss < weights / 4 + 8 * leaf, "at its peak: the quantized size and a few temporaries"
 
 
 def test_abstract_model_is_a_template_for_quantize_params(floats, shared):
-    q = quantize(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), jax.ShapeDtypeStruct((4, 8), "float32"))
+    q = quantize(
+        nnx.eval_shape(lambda: Model(nnx.Rngs(0))), jax.ShapeDtypeStruct((4, 8), "float32")
+    )
     assert all(isinstance(a.qvalue, jax.ShapeDtypeStruct) for a in stored(q).values())
     assert scales(q) == scales(shared)
     params = fewbit.quantize_params(nnx.to_pure_dict(nnx.state(floats)), q)
@@ -142,7 +143,7 @@ def test_rngs_and_skip_nnx_init(floats, shared):
     assert jnp.array_equal(q(x8), shared(x8))
 
 
-# --- NNX functions on a quantized model ---------------------------------------------------------------
+# --- NNX functions on a quantized model ----------------------------------------------------------
 
 
 def test_split_merge_clone_state_update(q, shared):
@@ -210,7 +211,7 @@ def test_gradients_are_straight_through(floats, q):
 
 def test_optimizer_with_the_filter(q):
     wrt = float_params()
-    optimizer = nnx.Optimizer(q, optax.adam(1e-2), wrt=wrt)
+    optimizer = nnx.Optimizer(q, optax.sgd(1e-2, momentum=0.9), wrt=wrt)
     kernels = {path: a.qvalue for path, a in stored(q).items()}
 
     def loss(model):
@@ -285,8 +286,29 @@ class Answers(nnx.Module):
     def describe(self):
         return {"name": "answers", "width": 8, "flag": True, "nothing": None}
 
-    def weight(self):
-        return self.lin.kernel[...]
+    def parts(self, x):
+        return self.lin, [self.lin.kernel], self.lin(x)
+
+    def repeat(self, x, bound):
+        while float(jnp.abs(x).max()) > bound:
+            x = jnp.tanh(self(x)) / 2
+        return x
+
+
+def test_methods_may_return_modules_and_variables():
+    q = quantize(Answers(nnx.Rngs(0)), x8)
+    lin, (kernel,), out = q.parts(x8)
+    assert lin is q.lin and kernel is q.lin.kernel
+    assert jnp.array_equal(out, q(x8))
+
+
+def test_a_loop_around_the_model_that_asks_for_values_runs_as_python():
+    model = Answers(nnx.Rngs(0))
+    q = quantize(model, x8)
+    with pytest.warns(UserWarning, match="Answers.repeat cannot be traced"):
+        found = q.repeat(x8, 0.4)
+    assert error(found, model.repeat(x8, 0.4)) < NNX_RECURRENT
+    assert jnp.array_equal(q.repeat(x8, 0.4), found)
 
 
 def test_methods_may_return_plain_python():
@@ -295,7 +317,7 @@ def test_methods_may_return_plain_python():
     assert type(q.describe()["width"]) is int and q.describe()["flag"] is True
 
 
-# --- copies ---------------------------------------------------------------------------------------
+# --- copies --------------------------------------------------------------------------------------
 
 
 def test_copies_and_pictures(q, shared):
@@ -328,7 +350,7 @@ def test_pickle_into_a_new_process(tmp_path):
     assert done.stdout.split() == ["Linear", "int8"], done.stderr
 
 
-# --- more than one model ----------------------------------------------------------------------------
+# --- more than one model -------------------------------------------------------------------------
 
 
 @jax.jit
@@ -359,13 +381,14 @@ def test_two_models_and_float_code_do_not_touch_each_other():
     assert type(one) is not type(two)
 
 
-# --- devices ------------------------------------------------------------------------------------------
+# --- devices -------------------------------------------------------------------------------------
 
 
 class Wide(nnx.Module):
-    def __init__(self, rngs):
+    def __init__(self, rngs, named=False):
         def init(*axes):
-            return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+            plain = nnx.initializers.lecun_normal()
+            return nnx.with_partitioning(plain, axes) if named else plain
 
         self.up = nnx.Linear(8, 16, kernel_init=init(None, "m"), rngs=rngs)
         self.down = nnx.Linear(16, 8, kernel_init=init("m", None), rngs=rngs)
@@ -379,7 +402,7 @@ def test_parameters_made_with_partitioning():
     wanted = plain(x8)
     mesh = jax.make_mesh((8,), ("m",), axis_types=(AxisType.Auto,))
     with jax.set_mesh(mesh):
-        model = Wide(nnx.Rngs(0))
+        model = Wide(nnx.Rngs(0), named=True)
         assert model.up.kernel[...].sharding.spec == P(None, "m")
         q = quantize(model, x8)
         assert stored(q)["up/kernel"].qvalue.sharding.spec == P(None, "m")
@@ -387,27 +410,25 @@ def test_parameters_made_with_partitioning():
         assert error(nnx.jit(lambda m, x: m(x))(q, x8), wanted) < 1e-5
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_state_placed_by_hand(kind):
+def test_state_placed_by_hand():
     model = Wide(nnx.Rngs(0))
     wanted = quantize(model, x8)(x8)
-    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(kind, kind))
-    specs = {"up": P(None, "m"), "down": P("m", None)}
-    for name, spec in specs.items():
-        kernel = getattr(model, name).kernel
-        kernel.set_value(jax.device_put(kernel.get_value(), NamedSharding(mesh, spec)))
-    for name in specs:
-        bias = getattr(model, name).bias
-        bias.set_value(jax.device_put(bias.get_value(), NamedSharding(mesh, P())))
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+    specs = {
+        "up": {"kernel": P(None, "m"), "bias": P("m")},
+        "down": {"kernel": P("m", None), "bias": P()},
+    }
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    nnx.update(model, jax.device_put(nnx.to_pure_dict(nnx.state(model)), places))
     x = jax.device_put(x8, NamedSharding(mesh, P("d", None)))
-    with jax.set_mesh(mesh):
-        if kind is AxisType.Explicit:
-            with pytest.raises(Exception, match="(?i)ambiguous|sharding"):
-                model.down(jax.device_put(normal(4, 16), NamedSharding(mesh, P(None, "m"))))
-            return
-        q = quantize(model, x)
-        assert stored(q)["up/kernel"].qvalue.sharding.spec == P(None, "m")
-        assert error(q(x), wanted) < 1e-5
+    q = quantize(model, x)
+    for name, spec in (("up/kernel", P(None, "m")), ("down/kernel", P("m", None))):
+        assert stored(q)[name].qvalue.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+    assert error(q(x), wanted) < 1e-5
+
+
+def is_spec(value):
+    return isinstance(value, P)
 
 
 class Columns(nnx.Module):
@@ -435,7 +456,7 @@ def test_explicit_mesh():
         assert error(jax.device_get(out), wanted) < 1e-5
 
 
-# --- errors -----------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def refused(match, model, *inputs, kind=ValueError, **kwargs):

@@ -41,7 +41,7 @@ def check(x, w, sizes=(5, 0, 7)):
     assert worst(out, products.ragged_dot(x, w, sizes)) < FLOAT32_SUM
 
 
-@pytest.mark.parametrize("lhs_type", FORMATS)
+@pytest.mark.parametrize("lhs_type", ["int8", "int3", "float8_e4m3fn", "nf4", "mxfp4", None])
 def test_every_pair_of_formats_matches_float64(lhs_type):
     pairs = jax.jit(lambda: [pair(lhs_type, rhs_type) for rhs_type in FORMATS])()
     sizes = jnp.array([5, 0, 7], jnp.int32)

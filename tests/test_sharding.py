@@ -73,7 +73,7 @@ def test_shard_map_runs_each_shard_quantized():
         return block(params["up"], params["down"], x)
 
     qf, qp, plan = quantized(f, W8A8, PARAMS, X)
-    assert [row.runs_on for row in plan.sites] == ["int8 dot", "int8 dot"] and not plan.notes
+    assert [row.runs_on for row in plan.sites] == ["xla int8 dot", "xla int8 dot"]
     assert relative_error(jax.jit(qf)(qp, X), f(PARAMS, X)) < 0.05
 
 
@@ -85,7 +85,7 @@ def test_weight_behind_a_sharding_constraint_stays_quantized():
         return x @ w
 
     qf, qp, plan = quantized(f, W8A8, {"up": PARAMS["up"]}, X)
-    assert plan.sites[0].runs_on == "int8 dot" and not plan.notes
+    assert plan.sites[0].runs_on == "xla int8 dot"
     assert relative_error(jax.jit(qf)(qp, X), X @ PARAMS["up"]) < 0.03
 
 
@@ -96,7 +96,7 @@ def test_weight_resharded_on_an_explicit_mesh_stays_quantized():
         x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
         f = lambda p, x: x @ jax.sharding.reshard(p["up"], P(None, "m"))  # noqa: E731
         qf, qp, plan = quantized(f, W8A8, {"up": w}, x)
-        assert plan.sites[0].runs_on == "int8 dot" and not plan.notes
+        assert plan.sites[0].runs_on == "xla int8 dot"
         assert relative_error(jax.jit(qf)(qp, x), X @ PARAMS["up"]) < 0.03
 
 

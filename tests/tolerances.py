@@ -28,3 +28,9 @@ STOCHASTIC_MEAN = 0.04
 NNX_INT8 = 0.03
 # The same through a recurrence or a norm, which passes errors on.
 NNX_RECURRENT = 0.06
+
+# The same product in another library, against its largest result: the order of float32 sums and
+# of the factors may differ.
+PEER_F32 = 2e-6
+# The peer rounds to bfloat16 between its steps, fewbit at the end.
+PEER_BF16 = 4 * BF16_ULP

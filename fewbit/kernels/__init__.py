@@ -8,3 +8,4 @@ from fewbit.kernels._absmax import absmax_rows as absmax_rows
 from fewbit.kernels._info import KernelInfo as KernelInfo
 from fewbit.kernels._info import info as info
 from fewbit.kernels._native import native_available as native_available
+from fewbit.kernels._speed import runs_on as runs_on

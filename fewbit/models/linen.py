@@ -212,7 +212,7 @@ def float_twin(module: nn.Module) -> nn.Module:
     return unquantized_type(module)(**fields(module), parent=None, name=module.name)
 
 
-def unquantized_type(module: nn.Module) -> type[nn.Module]:
+def unquantized_type(module: nn.Module) -> Any:
     """The class its author wrote."""
     return getattr(module, "_unquantized_type", type(module))
 

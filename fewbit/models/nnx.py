@@ -4,13 +4,14 @@ Each public method of such a class is traced on a private float twin and interpr
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
 
 from fewbit._plan import Plan
-from fewbit.engine import is_stored
+from fewbit.engine import UntraceableModelError, is_stored
 from fewbit.models import nnx_calls
 from fewbit.models.nnx_scopes import (
     methods_of,
@@ -39,6 +40,10 @@ _MSG_RNGS = (
 _MSG_TWICE = (
     "{what} is quantized already. Quantize the float model it came from, with one list of rules: "
     "the first that matches a module path wins."
+)
+_MSG_PLAIN = (
+    "{what} cannot be traced (its Python code asks for the value of an array), so it runs as plain "
+    "Python: the modules it calls are quantized each on its own, products written in it are float."
 )
 _MSG_REWRITTEN = (
     "Parameter '{leaf}' would be stored as {qtype}, but {method} of {model} assigns to it. A "
@@ -110,7 +115,7 @@ def is_quantized(model: Any) -> bool:
 
 
 def _check_is_float(model: nnx.Module) -> None:
-    for path, module in modules(model):
+    for path, module in [("", model), *modules(model)]:
         if is_quantized(module):
             what = f"This {type(model).__name__}" + (f"'s submodule '{path}'" if path else "")
             raise ValueError(_MSG_TWICE.format(what=what))
@@ -137,11 +142,22 @@ def quantized_class(original: type, provider: Any) -> type:
     One class per original and provider, so that structures of models quantized alike compare equal.
     """
 
-    def wrap(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    plain: set[str] = set()  # methods found untraceable
+
+    def wrap(name: str, method: Any) -> Callable[..., Any]:
         @functools.wraps(method)
         def quantized(self, *args, **kwargs):
+            if name in plain:
+                return method.__get__(self, type(self))(*args, **kwargs)
             _, args, kwargs = provider.process_model_inputs(self, args, kwargs)
-            out = nnx_calls.call(self, provider, name, args, kwargs)
+            try:
+                out = nnx_calls.call(self, provider, name, args, kwargs)
+            except UntraceableModelError:
+                if name == "__call__":
+                    raise
+                plain.add(name)
+                warnings.warn(_MSG_PLAIN.format(what=f"{original.__name__}.{name}"), stacklevel=2)
+                return method.__get__(self, type(self))(*args, **kwargs)
             return provider.process_model_output(name, out)
 
         return quantized

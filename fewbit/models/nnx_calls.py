@@ -5,7 +5,6 @@ changed are written, so a model that is closed over inside another trace can be 
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from flax import nnx
 from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
+from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.weight import plain
 
 _runners: Cache["NnxRunner"] = Cache(256)
@@ -47,7 +47,7 @@ def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: 
         nodes.append(value)
         return _Node(len(nodes) - 1)
 
-    args, kwargs = jax.tree.map(mark, (args, kwargs), is_leaf=_is_object)
+    args, kwargs = jax.tree.map(mark, (args, kwargs), is_leaf=is_object)
     graphdef, state = nnx.split(tuple(nodes))
     variables = dict(nnx.to_flat_state(state))
     values = [value_of(v) for v in variables.values()]
@@ -70,6 +70,8 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
     def leaf(slot):
         if isinstance(slot, _In):
             return ready.dynamic[slot.number]
+        if isinstance(slot, _Object):
+            return get_at(ready.nodes, slot.path)
         return outcome.new[slot.number] if isinstance(slot, _New) else slot
 
     def value(slots):
@@ -81,24 +83,14 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
         if isinstance(old, nnx.Variable):
             old.set_value(value(slots))
         elif outcome.structure is None:
-            _set_at(ready.nodes, path, value(slots))
+            set_at(ready.nodes, path, value(slots))
     if outcome.structure is not None:
         graphdef, contents = outcome.structure
-        flat = [(path, value(slots)) for path, slots in contents]
-        twin = nnx.merge(graphdef, nnx.from_flat_state(flat))
+        twin = nnx.merge(graphdef, [value(slots) for _, slots in contents])
         seen: list[Any] = []
         for mine, new in zip(ready.nodes, twin, strict=True):
-            _take_over(mine, new, seen)
+            take_over(mine, new, seen)
     return value(outcome.out)
-
-
-def value_of(variable: Any) -> Any:
-    """A Variable's value; arrays that are plain attributes stand for themselves."""
-    return variable.get_value() if isinstance(variable, nnx.Variable) else variable
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree | nnx.Variable) or is_stored(value)
 
 
 # --- places of values among a call's inputs and results ------------------------------------------
@@ -123,6 +115,27 @@ class _New:
     """A value that is computed: number `number` of an outcome's arrays."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A result that is one of the caller's own modules or Variables."""
+
+    path: Path
+
+
+def _refer(result: Any, nodes: tuple[Any, ...]) -> Any:
+    """A method's result with the twin's modules and Variables replaced by their paths."""
+    found: dict[int, Path] = {}
+
+    def refer(value):
+        if not isinstance(value, nnx.Pytree | nnx.Variable):
+            return value
+        if not found:
+            found.update((id(node), path) for path, node in nnx.iter_graph(nodes))
+        return _Object(found[id(value)]) if id(value) in found else value
+
+    return jax.tree.map(refer, result, is_leaf=is_object)
 
 
 # A treedef, and for each leaf its place or, if it is no array, the leaf itself.
@@ -177,7 +190,7 @@ class NnxRunner(Runner):
     def __init__(self, model, provider, method, base, graphdef, call, variables, tree):
         self.names = _names(base, variables, tree)
         self.before = _input_slots(variables)
-        twin = functools.partial(_run_twin, graphdef, base, method, call, tuple(variables))
+        twin = functools.partial(_run_twin, graphdef, base, method, call)
         super().__init__(
             functools.partial(twin, True),
             provider,
@@ -237,12 +250,13 @@ class NnxRunner(Runner):
         traced = self.trace(tree)
         outcome = self.finish(traced, [None] * len(traced.forwarded), traced.values)
         changed = {path for path, _ in outcome.writes}
-        return [
-            self.names[leaf.number]
+        numbers = [
+            leaf.number
             for path, (_, leaves) in self.before.items()
             for leaf in leaves
-            if path in changed and isinstance(leaf, _In) and self.names[leaf.number] is not None
+            if path in changed and isinstance(leaf, _In)
         ]
+        return [name for name in map(self.names.__getitem__, numbers) if name is not None]
 
 
 def _names(base: str, variables: dict[Path, Any], tree: Any) -> tuple[str | None, ...]:
@@ -280,21 +294,20 @@ def _run_twin(
     base: str,
     method: str,
     call: Call,
-    paths: Sequence[Path],
     annotate: bool,
     dynamic: list[Any],
 ) -> _After:
     values, args, kwargs = call.merge(dynamic)
-    state = nnx.from_flat_state(list(zip(paths, values, strict=True)))
-    nodes = nnx.merge(graphdef, state)
+    nodes = nnx.merge(graphdef, values)  # a list: a Variable may hold a dict, which is no state
     changed = open_scopes(nodes, base, annotate)
 
     def unmark(value):
         return nodes[value.index] if isinstance(value, _Node) else value
 
     args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, _Node))
-    out, out_call = split_call(getattr(nodes[0], method)(*args, **kwargs))
+    result = getattr(nodes[0], method)(*args, **kwargs)
     close_scopes(changed)
+    out, out_call = split_call(_refer(result, nodes))
     after, state = nnx.split(nodes)
     arrays, contents = list(out), []
     for path, variable in nnx.to_flat_state(state):
@@ -302,52 +315,3 @@ def _run_twin(
         arrays += leaves
         contents.append((path, kept))
     return _After(arrays, out_call, tuple(contents), None if after == graphdef else after)
-
-
-# --- taking a changed structure over -------------------------------------------------------------
-
-
-def _set_at(nodes: Any, path: Path, value: Any) -> None:
-    """Set an array that is a plain attribute, not a Variable."""
-    node = nodes
-    for key in path[:-1]:
-        node = node[key] if isinstance(node, tuple | list | dict) else getattr(node, str(key))
-    setattr(node, path[-1], value)
-
-
-def _take_over(mine: Any, new: Any, seen: list[Any]) -> None:
-    """The call made Variables or changed plain attributes: take both over from the twin.
-
-    Variables that were there before have their values already.
-    """
-    if any(mine is done for done in seen) or isinstance(mine, nnx.Variable):
-        return
-    seen.append(mine)
-    for name, value in list(vars(new).items()):
-        have = vars(mine).get(name)
-        if name.startswith("_pytree__") or _is_kept(have, value):
-            continue
-        if isinstance(value, nnx.Pytree) and type(value) is type(have):
-            _take_over(have, value, seen)
-        else:
-            is_data = vars(new)["_pytree__nodes"].get(name, False)
-            setattr(mine, name, nnx.data(value) if is_data else value)
-    for name in set(vars(mine)) - set(vars(new)):
-        delattr(mine, name)
-
-
-def _is_kept(have: Any, value: Any) -> bool:
-    """Whether an attribute holds the same Variables, or the same plain value, as before."""
-    if have is value:
-        return True
-    if type(have) is not type(value) or isinstance(value, nnx.Pytree):
-        return False
-    if isinstance(value, nnx.Variable):
-        return True
-    here, there = (jax.tree.flatten(x, is_leaf=_is_object) for x in (have, value))
-    if here[1] != there[1]:
-        return False
-    return all(
-        type(a) is type(b) and (isinstance(a, nnx.Variable) or (not is_array(a) and a == b))
-        for a, b in zip(here[0], there[0], strict=True)
-    )

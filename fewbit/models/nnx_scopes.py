@@ -106,11 +106,11 @@ def scoped_class(original: type) -> type:
 
 
 def open_scopes(nodes: Iterable[Any], base: str, annotate: bool) -> list[tuple[nnx.Module, type]]:
-    """Give a twin's modules their original classes, with scopes if `annotate`; returns the undo list.
+    """Give a twin's modules their original classes, with scopes if `annotate`; returns the undo.
 
     The path is a string in the module's structure, so it travels through nnx.jit, scan and remat.
     """
-    changed = []
+    changed: list[tuple[nnx.Module, type]] = []
     for number, node in enumerate(nodes):
         top = base if number == 0 else place_of(node)
         for path, module in modules(node):

@@ -80,7 +80,7 @@ class QuantizationProvider:
             raise AttributeError(_MSG_NOTHING_PATCHED.format(where=where, name=name))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
+    def _init_rule(self, rule: Any) -> QuantizationRule:
         if not isinstance(rule, QuantizationRule):
             found = f"a {type(rule).__name__} in it: {rule!r}"
             fix = f"Write QuantizationRule(**{rule!r})." if isinstance(rule, dict) else _WRITE_RULE

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import opt_einsum
+import opt_einsum  # type: ignore[import-untyped]
 
 from fewbit import moves
 from fewbit.ops.dot_general import dot_general
@@ -68,7 +68,7 @@ def einsum(
     return operands[0].astype(dtype)
 
 
-def _parse(args: Sequence[Any]) -> tuple[list[str], str, list[Any]]:
+def _parse(args: tuple[Any, ...]) -> tuple[list[str], str, list[Any]]:
     """Letters of each operand, of the output, and the operands, from either spelling of einsum."""
     if args and isinstance(args[0], str):
         subscripts, operands = args[0], [operand(value) for value in args[1:]]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from opt_einsum import parser as einsum_parser
+from opt_einsum import parser as einsum_parser  # type: ignore[import-untyped]
 
 from fewbit.qarray import HowToQuantize
 

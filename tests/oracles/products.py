@@ -38,6 +38,18 @@ def _spread(part, q):
     return part
 
 
+def random_codes(shape, summed, qtype, asymmetric=False):
+    """A QArray of random codes, with a scale per index of every axis that is not summed."""
+    rng = np.random.default_rng(shape + (len(summed),))
+    row = format_of(qtype)
+    top = 15 if row.kind == "table" else 100
+    codes = rng.integers(0 if row.kind == "table" else -top, top, shape)
+    per_index = tuple(1 if axis in summed else size for axis, size in enumerate(shape))
+    zero_point = rng.integers(-50, 50, per_index).astype(row.storage) if asymmetric else None
+    scale = rng.uniform(0.5, 2.0, per_index).astype(np.float32)
+    return QArray(codes.astype(row.storage), scale, zero_point, qtype=qtype)
+
+
 def dot_general(lhs, rhs, dimension_numbers):
     (lc, rc), (lb, rb) = dimension_numbers
     letters = iter(string.ascii_letters)

@@ -1,0 +1,22 @@
+"""Whether an operation, run as it will be run here, is slower than the float32 one it replaces."""
+
+import jax
+
+# XLA's integer product needs a few rows to pay for quantizing them (bench/xla_products.py).
+_ROWS_FOR_INT8 = 8
+
+
+def runs_on(what: str, rows: int) -> str:
+    """The plan's word for what runs a Site, with `slow` where float32 would be faster.
+
+    Only this machine's own backend is judged, from measurements on CPUs; others get no verdict.
+
+    >>> import jax
+    >>> runs_on('dequantize + float dot', 1) if jax.default_backend() == 'cpu' else 'slow'
+    'xla dequantize + float dot, slow'
+    """
+    text = f"xla {what}"
+    if jax.default_backend() != "cpu":
+        return text
+    fast = what.startswith("int8") and rows >= _ROWS_FOR_INT8
+    return text if fast else f"{text}, slow"

@@ -1,0 +1,279 @@
+"""What is really stored: every parameter of a quantized model, its type, its bytes, and the totals.
+
+A plan says what will be done; a report reads the arrays. With both, it says where they differ.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit import _text
+from fewbit._plan import Plan
+from fewbit.calls import key_name
+from fewbit.numerics import dtype_bits, qtype_name
+from fewbit.params import is_box, unbox_parts, unboxed
+from fewbit.qarray import QArray, WithAux, get_scale_shape
+
+_MSG_NO_PARAMS = (
+    "fewbit.report reads stored parameters, and a {kind} holds none. Give it the parameters: "
+    "fewbit.report(params), or what will be done to the model: fewbit.plan(model, rules, *inputs)."
+)
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """One parameter as it is stored; `qtype` is None for one that is not quantized."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    qtype: str | None
+    granularity: str
+    layout: str
+    bytes: int
+    float_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is stored, leaf by leaf. Prints as a table; `to_json()` for machines."""
+
+    leaves: tuple[StoredLeaf, ...]
+    differences: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def leaf(self, path: str) -> StoredLeaf:
+        """The parameter at `path`."""
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(f"The report has no parameter {path!r}; report.leaves lists all of them.")
+
+    @property
+    def quantized(self) -> tuple[StoredLeaf, ...]:
+        """The parameters that are stored quantized."""
+        return tuple(leaf for leaf in self.leaves if leaf.qtype is not None)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    @property
+    def float_bytes(self) -> int:
+        """Bytes that the same parameters take in their float types."""
+        return sum(leaf.float_bytes for leaf in self.leaves)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a quantized weight with its share of scales and zero points; 0 without any."""
+        weights = sum(math.prod(leaf.shape) for leaf in self.quantized)
+        return 8 * sum(leaf.bytes for leaf in self.quantized) / weights if weights else 0.0
+
+    def to_json(self) -> str:
+        """The report as a JSON document."""
+        totals = {
+            "parameters": sum(math.prod(leaf.shape) for leaf in self.leaves),
+            "quantized_parameters": sum(math.prod(leaf.shape) for leaf in self.quantized),
+            "bytes": self.bytes,
+            "float_bytes": self.float_bytes,
+            "bits_per_weight": self.bits_per_weight,
+        }
+        fields = {"leaves": [asdict(leaf) for leaf in self.leaves], "totals": totals}
+        fields |= {"differences": list(self.differences), "notes": list(self.notes)}
+        return json.dumps(fields, indent=2)
+
+    def table(self, *, width: int | None = None) -> str:
+        """The report as text of the terminal's width."""
+        width = _text.terminal_width() if width is None else width
+        header = ("parameter", "shape", "stored", "scales", "layout", "bytes")
+        rows = [_row(leaf) for leaf in self.leaves]
+        lines = [_text.table(rows, header, "mlllll", width), "", *_text.wrap(self.summary, width)]
+        for title, items in (("Differs from the plan", self.differences), ("Notes", self.notes)):
+            if items:
+                lines += ["", f"{title}:"]
+                lines += [line for item in items for line in _text.wrap(item, width, "  ", "- ")]
+        return "\n".join(lines)
+
+    @property
+    def summary(self) -> str:
+        """The totals in a sentence."""
+        count = f"{len(self.quantized)} of {len(self.leaves)} parameter arrays are quantized"
+        if self.quantized:
+            count += f" at {self.bits_per_weight:.2f} bits per weight"
+        sizes = f"{_text.human_bytes(self.float_bytes)} → {_text.human_bytes(self.bytes)}"
+        ratio = self.float_bytes / self.bytes if self.bytes else 1.0
+        return f"{count}; {sizes} ({ratio:.2f}x smaller)"
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _row(leaf: StoredLeaf) -> tuple[str, ...]:
+    size = _text.human_bytes(leaf.bytes)
+    if leaf.bytes != leaf.float_bytes:
+        size = f"{_text.human_bytes(leaf.float_bytes)} → {size}"
+    shape = "x".join(map(str, leaf.shape)) or "scalar"
+    return leaf.path, shape, leaf.qtype or leaf.dtype, leaf.granularity, leaf.layout, size
+
+
+def report(model_or_params: Any, plan: Plan | None = None) -> Report:
+    """What is really stored in a parameter tree, `{'params': ...}` variables or an NNX model.
+
+    With the plan that the parameters should follow, the report lists where they do not.
+
+    >>> import fewbit, jax.numpy as jnp
+    >>> q = fewbit.quantize(jnp.ones((64, 32)), 'int8', channelwise_axes=(1,))
+    >>> print(report({'up': q, 'bias': jnp.zeros(32)}).table(width=80))
+    parameter  shape  stored   scales       layout  bytes
+    ───────────────────────────────────────────────────────────────────
+    bias       32     float32                       128 B
+    up         64x32  int8     per-channel  plain   8.00 KiB → 2.12 KiB
+    <BLANKLINE>
+    1 of 2 parameter arrays are quantized at 8.50 bits per weight; 8.12 KiB → 2.25
+    KiB (3.61x smaller)
+    """
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(
+            f"report(params, plan=...) takes a Plan, got a {type(plan).__name__}. Make one with "
+            "fewbit.plan(model, rules, *inputs)."
+        )
+    tree, notes = _parameters(model_or_params)
+    leaves = list(_leaves(tree))
+    rows = tuple(_stored(path, value) for path, value in leaves)
+    found = () if plan is None else tuple(_differences(dict(leaves), rows, plan))
+    return Report(rows, found, tuple(notes))
+
+
+# --- from what people hold to parameter leaves ----------------------------------------------------
+
+
+def _parameters(source: Any) -> tuple[Any, list[str]]:
+    """The parameter tree of a model, of variables or of a state, and what was left out."""
+    nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
+    if nnx is not None and isinstance(source, nnx.Module | nnx.State):
+        state = nnx.state(source) if isinstance(source, nnx.Module) else source
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+        return nnx.to_pure_dict(params), _not_counted({"other Variables": nnx.to_pure_dict(rest)})
+    if linen is not None and isinstance(source, linen.Module):
+        raise TypeError(_MSG_NO_PARAMS.format(kind=f"Linen module ({type(source).__name__})"))
+    if isinstance(source, Plan):
+        raise TypeError(_MSG_NO_PARAMS.format(kind="Plan"))
+    if callable(source) and any(leaf is source for leaf in jax.tree.leaves(source)):
+        raise TypeError(_MSG_NO_PARAMS.format(kind="function"))
+    if isinstance(source, Mapping) and isinstance(source.get("params"), Mapping):
+        rest = {name: value for name, value in source.items() if name != "params"}
+        return source["params"], _not_counted(rest)
+    return source, []
+
+
+def _not_counted(collections: Mapping[str, Any]) -> list[str]:
+    sizes = {name: sum(_nbytes(x) for x in jax.tree.leaves(c)) for name, c in collections.items()}
+    return [
+        f"{name}: {_text.human_bytes(size)}, not counted" for name, size in sizes.items() if size
+    ]
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, WithAux | QArray) or is_box(value)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
+        value = _unboxed(value)
+        if hasattr(value, "shape"):
+            yield key_name(key), value
+
+
+def _unboxed(value: Any) -> Any:
+    """An array or a WithAux(QArray), without partitioning boxes around it or its parts."""
+    value = unboxed(value) if is_box(value) else value
+    if isinstance(value, WithAux) and isinstance(value.array, QArray):
+        return value.replace(array=unbox_parts(value.array))
+    return unbox_parts(value) if isinstance(value, QArray) else value
+
+
+def _qarray(value: Any) -> QArray | None:
+    value = value.array if isinstance(value, WithAux) else value
+    return value if isinstance(value, QArray) else None
+
+
+def _nbytes(array: Any) -> int:
+    dtype = getattr(array, "dtype", None)
+    if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return 0
+    return -(-math.prod(array.shape) * dtype_bits(dtype) // 8)
+
+
+def _stored(path: str, value: Any) -> StoredLeaf:
+    q = _qarray(value)
+    if q is None:
+        array = value.array if isinstance(value, WithAux) else value
+        size = _nbytes(array)
+        return StoredLeaf(path, tuple(array.shape), str(array.dtype), None, "", "", size, size)
+    return StoredLeaf(
+        path,
+        tuple(q.shape),
+        str(q.dtype),
+        qtype_name(q.qtype),
+        _granularity(q),
+        q.layout,
+        q.nbytes,
+        q.size * q.dtype.itemsize,
+    )
+
+
+def _granularity(q: QArray) -> str:
+    """How scales are laid out, read off their shape."""
+    counts = zip(q.scale.shape, q.tile_shape, q.shape, strict=True)
+    tiles = [tile for count, tile, dim in counts if 1 < count < dim]
+    if tiles:
+        return "tile " + "x".join(map(str, tiles))
+    return "per-tensor" if math.prod(q.scale.shape) == 1 else "per-channel"
+
+
+def _differences(
+    values: Mapping[str, Any], rows: tuple[StoredLeaf, ...], plan: Plan
+) -> Iterator[str]:
+    stored = {row.path: row for row in rows}
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    for path in planned:
+        if path not in stored:
+            yield f"{path} is in the plan, but not stored"
+    for path, row in stored.items():
+        leaf = planned.get(path)
+        if leaf is None:
+            yield f"{path} is stored, but not in the plan"
+            continue
+        wanted = None if leaf.how is None else qtype_name(leaf.how.qtype)
+        if row.shape != leaf.shape:
+            yield f"{path} is {row.shape} where the plan has {leaf.shape}"
+        elif row.qtype != wanted:
+            yield (
+                f"{path} is stored as {row.qtype or row.dtype}, "
+                f"the plan says {wanted or leaf.dtype}"
+            )
+        elif leaf.how is not None:
+            yield from _storage_differences(path, values[path], row, leaf)
+
+
+def _storage_differences(path: str, value: Any, row: StoredLeaf, leaf: Any) -> Iterator[str]:
+    scales, wanted = tuple(_qarray(value).scale.shape), get_scale_shape(leaf.shape, leaf.how)  # type: ignore[union-attr]
+    if scales != tuple(wanted):
+        yield f"{path} has scales of shape {scales}, the plan says {tuple(wanted)}"
+        return
+    how = value.how if isinstance(value, WithAux) else None
+    if how is not None and how.calibration_method != leaf.how.calibration_method:
+        yield (
+            f"{path} was calibrated by {how.calibration_method!r}, "
+            f"the plan says {leaf.how.calibration_method!r}"
+        )
+    if row.bytes != leaf.bytes_after:
+        fix = "; fewbit.pack(params) stores codes at their true width" * (row.layout == "plain")
+        yield f"{path} takes {row.bytes} bytes, the plan says {leaf.bytes_after}{fix}"
