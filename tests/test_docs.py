@@ -1,0 +1,35 @@
+"""The Python in README.md and docs/ runs, and prints what the page says it prints."""
+
+import contextlib
+import io
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
+
+
+def blocks(page):
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)])
+def test_code_on_the_page_runs_and_prints_what_it_says(page, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    namespace = {"__name__": "__main__"}
+    for code, expected in blocks(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page, "exec"), namespace)
+        if expected:
+            lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
+            assert lines == [line.rstrip() for line in expected.rstrip().splitlines()]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target
