@@ -65,7 +65,10 @@ def main() -> None:
     traces = [{n: trace(*row, ids) for n, row in rows.items()} for _ in range(rounds)]
     for apply, v in rows.values():
         apply(v, ids)
-    calls = [{n: seconds(lambda r=row: r[0](r[1], ids)) for n, row in rows.items()} for _ in range(rounds)]
+    calls = [
+        {n: seconds(lambda r=row: r[0](r[1], ids)) for n, row in rows.items()}
+        for _ in range(rounds)
+    ]
     print(f"{'':12}{'trace s':>9}{'ratio':>8}{'eager s':>10}{'ratio':>8}")
     for name in rows:
         values = []

@@ -38,5 +38,7 @@ def relative_error(a, b):
 def dot_types(function, *args):
     """The operand types of every product in the lowered program, e.g. ['i8xi8', 'f32xf32']."""
     text = jax.jit(function).lower(*args).as_text()
-    found = re.findall(r"(?:dot_general|convolution).*: \(tensor<\S*?(\w+)>, tensor<\S*?(\w+)>\)", text)
+    found = re.findall(
+        r"(?:dot_general|convolution).*: \(tensor<\S*?(\w+)>, tensor<\S*?(\w+)>\)", text
+    )
     return [f"{a.split('x')[-1]}x{b.split('x')[-1]}" for a, b in found]

@@ -67,12 +67,19 @@ def test_the_integer_product_is_exact():
     """The value is the float64 product of the quantized numbers, to float32 rounding."""
     qf, qp, _ = quantized(SPELLINGS["einsum"], W8A8, W, X)
     q = fewbit.quantize(X, "int8", channelwise_axes=(0,))
-    exact = np.asarray(dequantize(q), np.float64) @ np.asarray(dequantize(qp["w"].array), np.float64)
-    np.testing.assert_allclose(np.asarray(qf(qp, X), np.float64), exact, rtol=0, atol=2e-6 * np.abs(exact).max())
+    exact = np.asarray(dequantize(q), np.float64) @ np.asarray(
+        dequantize(qp["w"].array), np.float64
+    )
+    np.testing.assert_allclose(
+        np.asarray(qf(qp, X), np.float64), exact, rtol=0, atol=2e-6 * np.abs(exact).max()
+    )
 
 
 # The first member has no Site, the second uses a weight both as it is and transposed: strict refuses.
-LENIENT = {"opaque_kernels": "A rule matches nothing", "scan_of_remat_of_cond": "stored differently"}
+LENIENT = {
+    "opaque_kernels": "A rule matches nothing",
+    "scan_of_remat_of_cond": "stored differently",
+}
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
@@ -126,7 +133,9 @@ def test_jit_grad_vmap_and_their_nesting():
     assert relative_error(jax.jit(qf)(qp, X), qf(qp, X)) < 1e-6
     stacked = jnp.stack([X, X + 1, X * 2])
     mapped = jax.vmap(qf, in_axes=(None, 0))(qp, stacked)
-    np.testing.assert_allclose(mapped, jnp.stack([qf(qp, x) for x in stacked]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        mapped, jnp.stack([qf(qp, x) for x in stacked]), rtol=1e-4, atol=1e-5
+    )
     gradient = jax.grad(lambda x: qf(qp, x).sum())(X)
     assert relative_error(gradient, jax.grad(lambda x: f(W, x).sum())(X)) < 0.05
     per_row = jax.jit(jax.vmap(jax.grad(lambda x: qf(qp, x[None])[0])))(X)
@@ -139,7 +148,9 @@ def test_straight_through_gradient_is_the_float_product_with_the_dequantized_wei
     qf, qp, _ = quantized(SPELLINGS["einsum"], W8A8, W, X)
     cotangent = normal(3, 16, 16)
     gradient = jax.vjp(lambda x: qf(qp, x), X)[1](cotangent)[0]
-    np.testing.assert_allclose(gradient, cotangent @ dequantize(qp["w"].array).T, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        gradient, cotangent @ dequantize(qp["w"].array).T, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_vmap_over_stacked_quantized_parameters():
@@ -266,9 +277,7 @@ FORMATS = {
 def test_every_format_runs_in_a_model(qtype, act):
     tile, bound = FORMATS[qtype]
     params, x = {"w": normal(0, 64, 32)}, normal(1, 8, 64)
-    rules = [
-        QuantizationRule(weight_qtype=qtype, act_qtype=qtype if act else None, tile_size=tile)
-    ]
+    rules = [QuantizationRule(weight_qtype=qtype, act_qtype=qtype if act else None, tile_size=tile)]
     f = lambda p, x: x @ p["w"]  # noqa: E731
     qf, qp, plan = quantized(f, rules, params, x)
     error = jnp.linalg.norm(qf(qp, x) - f(params, x)) / jnp.linalg.norm(f(params, x))

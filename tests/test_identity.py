@@ -37,17 +37,25 @@ def assert_bit_equal(a, b):
 @pytest.mark.parametrize("name", zoo.NAMES)
 def test_forward_is_bit_equal(name):
     function, params, args = zoo.member(name)
-    assert_bit_equal(jax.jit(interpreted(function))(params, *args), jax.jit(function)(params, *args))
+    assert_bit_equal(
+        jax.jit(interpreted(function))(params, *args), jax.jit(function)(params, *args)
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n not in ("while_loop", "opaque_kernels")])
+@pytest.mark.parametrize(
+    "name", [n for n in zoo.NAMES if n not in ("while_loop", "opaque_kernels")]
+)
 def test_gradient_is_bit_equal(name):
     """`while` and the Pallas kernel have no reverse mode in JAX itself."""
     function, params, args = zoo.member(name)
 
     def loss(f):
         def total(params, *args):
-            outs = [o for o in jax.tree.leaves(f(params, *args)) if jnp.issubdtype(o.dtype, jnp.floating)]
+            outs = [
+                o
+                for o in jax.tree.leaves(f(params, *args))
+                if jnp.issubdtype(o.dtype, jnp.floating)
+            ]
             return sum(jnp.sum(o * o) for o in outs)
 
         return jax.jit(jax.grad(total, allow_int=True))
@@ -64,7 +72,9 @@ def test_vmap_and_jvp_are_bit_equal(name):
         return jax.jit(jax.vmap(f, in_axes=(None, 0)))(params, *batch)
 
     def tangent(f):
-        return jax.jit(lambda x: jax.jvp(lambda x: f(params, x), (x,), (jnp.ones_like(x),)))(args[0])
+        return jax.jit(lambda x: jax.jvp(lambda x: f(params, x), (x,), (jnp.ones_like(x),)))(
+            args[0]
+        )
 
     assert_bit_equal(mapped(interpreted(function)), mapped(function))
     if name != "while_loop":
@@ -82,7 +92,9 @@ def test_an_empty_plan_changes_nothing(name):
     )
     tree = (params, args)
     assert_bit_equal(runner(tree), jax.jit(function)(params, *args))
-    ours, plain = map(instructions, (runner.interpret, lambda tree: function(tree[0], *tree[1])), [tree] * 2)
+    ours, plain = map(
+        instructions, (runner.interpret, lambda tree: function(tree[0], *tree[1])), [tree] * 2
+    )
     assert ours <= 1.02 * plain
 
 

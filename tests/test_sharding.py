@@ -31,7 +31,9 @@ def model(params, x, out=None):
 @pytest.mark.parametrize("rules", [W8A8, W8], ids=["w8a8", "w8"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_tensor_parallel_equals_one_device(kind, rules):
-    expected = np.asarray(jax.jit(quantized(model, rules, PARAMS, X)[0])(quantized(model, rules, PARAMS, X)[1], X))
+    expected = np.asarray(
+        jax.jit(quantized(model, rules, PARAMS, X)[0])(quantized(model, rules, PARAMS, X)[1], X)
+    )
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         f = partial(model, out=P("d", None) if kind == AxisType.Explicit else None)
@@ -66,7 +68,12 @@ def test_shard_map_runs_each_shard_quantized():
     mesh = mesh_of(AxisType.Auto)
 
     def f(params, x):
-        @partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "m"), P("m", None), P("d")), out_specs=P("d"))
+        @partial(
+            jax.shard_map,
+            mesh=mesh,
+            in_specs=(P(None, "m"), P("m", None), P("d")),
+            out_specs=P("d"),
+        )
         def block(up, down, x):
             return lax.psum(jnp.tanh(x @ up) @ down, "m")
 
@@ -104,7 +111,9 @@ def test_weight_resharded_on_an_explicit_mesh_stays_quantized():
 def test_lowers_for_accelerators_with_int8_products(platform):
     qf, qp, _ = quantized(model, W8A8, PARAMS, X)
     text = jax.jit(qf).trace(qp, X).lower(lowering_platforms=(platform,)).as_text()
-    products = re.findall(r"dot_general.*: \(tensor<\S*xi8>, tensor<\S*xi8>\) -> tensor<\S*xi32>", text)
+    products = re.findall(
+        r"dot_general.*: \(tensor<\S*xi8>, tensor<\S*xi8>\) -> tensor<\S*xi32>", text
+    )
     assert len(products) == 2
 
 

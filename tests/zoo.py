@@ -152,7 +152,9 @@ def sharded_sum(p, x):
 
 def convolution(p, x):
     image, kernel = x.reshape(1, 5, 8, 1), p["stack"][:, :, 0].reshape(3, 8, 1, 1)
-    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def ragged(p, x):
@@ -212,7 +214,9 @@ class NnxModel(nnx.Module):
         def step(layer, h):
             return nnx.silu(layer(h))
 
-        x = nnx.scan(lambda h, layer: step(layer, h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        x = nnx.scan(lambda h, layer: step(layer, h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+            x, self.layers
+        )
         return self.attention(x[None])[0], self.conv(x[..., None])
 
 

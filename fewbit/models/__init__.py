@@ -111,4 +111,6 @@ def plan(
     (8192, 2176)
     """
     provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
-    return front_end(model).plan(model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs)
+    return front_end(model).plan(
+        model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs
+    )

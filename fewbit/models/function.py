@@ -51,7 +51,11 @@ class QuantizedFunction:
 
 
 def quantize(
-    function: Any, provider: Any, *inputs: Any, methods: Sequence[str] = ("__call__",), **kwargs: Any
+    function: Any,
+    provider: Any,
+    *inputs: Any,
+    methods: Sequence[str] = ("__call__",),
+    **kwargs: Any,
 ) -> QuantizedFunction:
     """A quantized twin of `function`; given example inputs, also checks the rules against them."""
     if isinstance(function, QuantizedFunction):

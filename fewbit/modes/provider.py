@@ -24,9 +24,7 @@ _MSG_NO_MODULE = (
     "Current module is not known. `_get_current_rule_and_op_id` answers only while a quantized model "
     "is traced or run; outside of one `fewbit.get_current_rule(op_name)` returns None."
 )
-_MSG_RULES = (
-    "A provider takes a list of QuantizationRule objects, got {found}. {fix}"
-)
+_MSG_RULES = "A provider takes a list of QuantizationRule objects, got {found}. {fix}"
 _WRITE_RULE = (
     "Write QuantizationRule(module_path='.*', weight_qtype='int8'), or read rules from a file with "
     "fewbit.rules_from_yaml(path)."
