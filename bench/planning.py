@@ -2,8 +2,8 @@
 
     python bench/planning.py [linen|nnx]
 
-No weight is allocated. Bars: 20 s and 1 GB. Also prints trace time with a plan over plain trace time
-(bar: 2x).
+No weight is allocated. Bars: 20 s and 1 GB. Also prints trace time with a plan over plain trace
+time (bar: 2x).
 """
 
 import argparse

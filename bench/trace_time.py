@@ -1,9 +1,9 @@
-"""Trace time of a quantized model over the plain model's, and of an eager call over a float eager call.
+"""A quantized model's trace time over the plain model's, and its eager call over the float one.
 
     python bench/trace_time.py [--rounds 7]
 
-A 24-layer Linen decoder, everything interleaved, medians of per-round ratios. Bars: trace 2x with an
-empty plan; eager call 1.5x.
+A 24-layer Linen decoder, everything interleaved, medians of per-round ratios. Bars: trace 2x with
+an empty plan; eager call 1.5x.
 """
 
 import argparse

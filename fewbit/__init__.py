@@ -42,9 +42,9 @@ from fewbit.qarray import HowToQuantize as HowToQuantize
 from fewbit.qarray import QArray as QArray
 from fewbit.qarray import WithAux as WithAux
 from fewbit.qarray import dequantize as dequantize
-from fewbit.qarray import pack_tree as pack
+from fewbit.qarray import pack_tree as pack  # noqa: F401 (a public name)
 from fewbit.qarray import quantize as quantize
-from fewbit.qarray import unpack_tree as unpack
+from fewbit.qarray import unpack_tree as unpack  # noqa: F401 (a public name)
 from fewbit.reporting import Report as Report
 from fewbit.reporting import report as report
 from fewbit.rules import LoraRule as LoraRule

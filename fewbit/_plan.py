@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from fewbit._text import human_bytes, human_count
 from fewbit.calibration import parse_method
@@ -37,10 +38,15 @@ class ArrayInfo:
     dtype: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", tuple(_size(size) for size in self.shape))
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def _size(size: Any) -> Any:
+    """A plain int; a symbolic size of `jax.export` stays what it is."""
+    return int(size) if isinstance(size, int | np.integer) else size
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class LeafPlan:
     rule: QuantizationRule | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        object.__setattr__(self, "shape", tuple(_size(size) for size in self.shape))
         object.__setattr__(self, "sites", tuple(self.sites))
 
     @property

@@ -67,8 +67,6 @@ def compute_scales(
         return _stored(scale, scale_dtype or absmax.dtype), None, None
     qmin, qmax = get_asymmetric_bound(row)
     low, high = (_widened(calibration[key], scale_dtype, row) for key in ("min", "max"))
-    # A method's factor and this difference must not become one fused multiply-add.
-    low, high = jax.lax.optimization_barrier((low, high))
     scale = _stored(_divide(high - low, qmax - qmin), scale_dtype or calibration["min"].dtype)
     return scale, convert_to(qmin - low / scale.astype(low.dtype), row), None
 

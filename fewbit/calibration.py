@@ -55,7 +55,7 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
         return {"min": low, "max": high} if method.asymmetric else {"absmax": high}
     factor = method.args[0]
     if method.name == "minmax":
-        low = reduce_tiles(lambda x, axes: jnp.min(x, axes, keepdims=True), array, tile_shape)
+        low = reduce_tiles(_min, array, tile_shape)
         high = reduce_tiles(_max, array, tile_shape)
         return {"min": jnp.minimum(low, 0) * factor, "max": jnp.maximum(high, 0) * factor}
     if method.name == "rms":
@@ -71,8 +71,13 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
     return {"absmax": absmax * factor}
 
 
+# A range always holds zero, which is also the range of nothing (an empty contraction).
 def _max(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.max(x, axes, keepdims=True)
+    return jnp.max(x, axes, keepdims=True, initial=0)
+
+
+def _min(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    return jnp.min(x, axes, keepdims=True, initial=0)
 
 
 def _settled(wide: jax.Array, dtype: Any) -> jax.Array:

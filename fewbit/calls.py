@@ -1,7 +1,7 @@
 """Calls: which parts of a call's arguments JAX traces, and which are plain Python.
 
-Arrays (numpy and PRNG keys too) are traced. Python bools, numbers, strings, None and functions are kept
-as they are, as in a plain eager call, so that `train=True` and `scale=2.0` keep working.
+Arrays (numpy and PRNG keys too) are traced. Python bools, numbers, strings, None and functions are
+kept as they are, as in a plain eager call, so that `train=True` and `scale=2.0` keep working.
 """
 
 from collections import OrderedDict
@@ -27,7 +27,7 @@ TRACED = Traced()
 
 @dataclass(frozen=True)
 class Call:
-    """The static side of a tree: its structure, the leaves that are not arrays, and every leaf's name."""
+    """The static side of a tree: its structure, the leaves that are no arrays, each leaf's name."""
 
     treedef: Any
     static: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Call:
 
     @property
     def key(self) -> Hashable:
-        """What a cache may key on (True, 1 and 1.0 are different); unhashable statics raise TypeError."""
+        """What a cache may key on: True, 1 and 1.0 differ; unhashable statics raise TypeError."""
         key = (self.treedef, tuple((type(s), s) for s in self.static), self.names)
         hash(key)
         return key
@@ -48,6 +48,7 @@ class Call:
 
 
 def is_array(value: Any) -> bool:
+    """Whether a leaf is traced: an array, concrete or abstract, or a quantized parameter."""
     return isinstance(
         value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
     ) or is_stored(value)

@@ -1,7 +1,7 @@
 """Where the program stands: the module being traced, the Site being run.
 
-These context variables are the only ambient state. They are set by the front ends' scope hooks and by
-the interpreter, always inside `with`, and let a user's own kernel ask `get_current_rule('gmm')`.
+These context variables are the only ambient state. They are set by the front ends' scope hooks and
+by the interpreter, always inside `with`, and let a user's own kernel ask `get_current_rule('gmm')`.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def _set(variable: ContextVar, value: Any) -> Iterator[None]:
 
 @contextmanager
 def tracing(provider: Any) -> Iterator[list[str]]:
-    """While a model is traced for `provider`. Yields a list that gets the path of a failing module."""
+    """While a model is traced for `provider`; yields a list that gets a failing module's path."""
     failed: list[str] = []
     with _set(_provider, provider), _set(_failed, failed), _set(_path, ""), _set(_site, None):
         yield failed
@@ -48,7 +48,7 @@ def tracing(provider: Any) -> Iterator[list[str]]:
 
 @contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """Around one module call; the innermost module that raises is remembered for the error message."""
+    """Around one module call; the innermost that raises is remembered for the error message."""
     token = _path.set(path)
     try:
         yield
@@ -69,11 +69,12 @@ def at_site(current: CurrentSite) -> Iterator[None]:
 
 
 def current_site() -> CurrentSite | None:
+    """The Site being evaluated; None outside the interpreter."""
     return _site.get()
 
 
 def is_tracing() -> bool:
-    """Whether a front end is tracing a float twin right now (nested quantized models step aside)."""
+    """Whether a front end is tracing a float twin now (nested quantized models step aside)."""
     return _provider.get() is not None
 
 

@@ -1,8 +1,8 @@
 """The engine under every front end: a pure function traced, planned, and run quantized.
 
-A front end turns its model into `pure(tree)`, a function of one pytree in which parameters may be stored
-quantized, and says which leaves are parameters. Everything JAX can cache, JAX caches: one `Runner` holds
-one function object, so a second call costs a jit dispatch.
+A front end turns its model into `pure(tree)`, a function of one pytree in which parameters may be
+stored quantized, and says which leaves are parameters. Everything JAX can cache, JAX caches: one
+`Runner` holds one function object, so a second call costs a jit dispatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,17 +29,19 @@ fewbit reads a model the way jax.jit does. Two cures:
   2. Quantize the submodules that can be traced on their own, and leave this one in float."""
 
 _MSG_UNQUANTIZED = (
-    "It seems you're feeding an unquantized param to a quantized model. Parameter '{leaf}' is float, "
-    "but {site} wants it as {qtype}. Quantize the tree first: quantize_params(params, plan), or for "
-    "Linen quantize_params(params, jax.eval_shape(model.init, key, x)['params'])."
+    "It seems you're feeding an unquantized param to a quantized model. Parameter '{leaf}' is "
+    "float, but {site} wants it as {qtype}. Quantize the tree first: "
+    "quantize_params(params, plan), or for Linen "
+    "quantize_params(params, jax.eval_shape(model.init, key, x)['params'])."
 )
 _MSG_OTHER_TYPE = (
-    "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the float "
-    "parameters with these rules, or run the model with the rules they were quantized by."
+    "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the "
+    "float parameters with these rules, or run the model with the rules they were quantized by."
 )
 _MSG_KEPT_FLOAT = (
-    "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with the "
-    "rules its parameters were quantized by, or give it the float parameter: fewbit.dequantize(...)."
+    "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with "
+    "the rules its parameters were quantized by, or give it the float parameter: "
+    "fewbit.dequantize(...)."
 )
 
 
@@ -96,7 +98,8 @@ class Runner:
     """`pure`, traced for `provider`; calling it runs the quantized program under a cached jit.
 
     `site_path` is 'module' or 'leaf' (see `trace.analyse`). With `root=False` the function is a
-    submodule called on its own: paths are not the model's, so rules come from the weights themselves.
+    submodule called on its own: paths are not the model's, so rules come from the weights
+    themselves.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Runner:
         paths = [self.leaf_path(key) for key, _ in flat]
         with current.tracing(self.provider) as failed:
             try:
-                traced = self._traceable.trace(treedef.unflatten(views))
+                traced = self._traceable.trace(jax.tree.unflatten(treedef, views))
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 raise untraceable(self.what, failed, error) from error
         leaves = [
@@ -158,7 +161,7 @@ class Runner:
         return find
 
     def interpret(self, tree: Any) -> Any:
-        """Trace, decide, run: what is jitted. Everything but the arrays' values happens at trace time."""
+        """Trace, decide, run: what is jitted. All but the arrays' values happens at trace time."""
         traced = self.trace(tree)
         decisions = decide(traced.program, self.rule_for(traced.values))
         self.provider.mark_used(
@@ -214,21 +217,21 @@ class Runner:
                     )
                 )
         for ts in traced.program.sites:
-            leaf, index = ts.site.weight, decisions[ts.site.id].rule_index
-            if leaf not in stored or leaf in requests or index is None or not self.provider.strict:
+            read, index = ts.site.weight, decisions[ts.site.id].rule_index
+            if read not in stored or read in requests or index is None or not self.provider.strict:
                 continue
             rule = self.provider.rules[index]
             if rule.switched_off:
                 raise ValueError(
                     _MSG_KEPT_FLOAT.format(
-                        leaf=leaf, stored=stored[leaf].array.qtype, site=ts.site.id, rule=rule
+                        leaf=read, stored=stored[read].array.qtype, site=ts.site.id, rule=rule
                     )
                 )
 
     def observe(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
-        """An abstract run on leaves stored as requested: what ran each Site, what was dequantized."""
+        """Run abstractly on leaves stored as requested: what ran each Site, what dequantized."""
         ran: dict[str, str] = {}
         seen: list[tuple[str, str]] = []
         values = [

@@ -1,8 +1,9 @@
 """Run: evaluate a traced model with each planned Site replaced by the quantized op.
 
-The interpreter is ordinary JAX code, so `jit`, `grad`, `vmap`, `scan` and sharding compose around it.
-Quantized weights flow through it as values (`Weight`): layout primitives move them, Sites consume them,
-any other primitive reads them dequantized. With nothing quantized the result is bit-equal to the model.
+The interpreter is ordinary JAX code, so `jit`, `grad`, `vmap`, `scan` and sharding compose around
+it. Quantized weights flow through it as values (`Weight`): layout primitives move them, Sites
+consume them, any other primitive reads them dequantized. With nothing quantized the result is
+bit-equal to the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +20,6 @@ from fewbit.trace import Node, TracedSite
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES
 
-
 SiteHandler = Callable[[TracedSite, Sequence[Any]], Any]
 
 
@@ -27,8 +27,8 @@ SiteHandler = Callable[[TracedSite, Sequence[Any]], Any]
 class Interpreter:
     """One interpretation: what to do at a Site, and what happened to weights on the way.
 
-    `at_site(site, operands)` returns the product of a Site that `replaces(site)`; all other equations
-    run as they were traced, and a body is rebuilt only for a Site or a weight inside it.
+    `at_site(site, operands)` returns the product of a Site that `replaces(site)`; all other
+    equations run as they were traced, and a body is rebuilt only for a Site or a weight inside it.
     """
 
     at_site: SiteHandler
@@ -90,10 +90,11 @@ class Interpreter:
 
 
 def fit(out: Any, aval: Any, where: str) -> Any:
-    """The invariant after a replaced equation: shape, dtype and explicit sharding are the equation's."""
+    """The invariant after a replaced equation: its shape, dtype and explicit sharding."""
     if out.shape != aval.shape:
         raise AssertionError(
-            f"{where}: the quantized op returned shape {out.shape}, the model's equation {aval.shape}"
+            f"{where}: the quantized op returned shape {out.shape}, "
+            f"the model's equation {aval.shape}"
         )
     out = out.astype(aval.dtype)
     wanted = aval.sharding

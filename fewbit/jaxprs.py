@@ -1,7 +1,8 @@
 """Reading JAX's equations: the one file that knows what the params of a primitive are called.
 
-Equation params are data, not API: they move between JAX releases. Everything else in fewbit asks the
-functions here, and `tests/test_jaxprs.py` pins each name by tracing the operation that makes it.
+Equation params are data, not API: they move between JAX releases. Everything else in fewbit asks
+the functions here, and `tests/test_identity.py` fails when a name has moved: it rebuilds every
+primitive with a body and holds the results against the plain model's.
 """
 
 import re
@@ -52,13 +53,16 @@ def varying_axes(array: Any) -> frozenset[str]:
 
 
 def is_literal(var: Any) -> bool:
+    """Whether an equation's operand is a number written into it rather than a variable."""
     return isinstance(var, jex.Literal)
 
 
-# --- primitives with bodies -------------------------------------------------------------------------
+# --- primitives with bodies -----------------------------------------------------------------------
 
 
 class ScanParams(NamedTuple):
+    """A `scan`: operands are constants, then the carry, then arrays sliced along axis 0."""
+
     body: Any
     num_consts: int
     num_carry: int
@@ -68,6 +72,8 @@ class ScanParams(NamedTuple):
 
 
 class WhileParams(NamedTuple):
+    """A `while`: operands are constants of `cond`, then those of `body`, then the carry."""
+
     cond: Any
     body: Any
     num_cond_consts: int
@@ -75,6 +81,8 @@ class WhileParams(NamedTuple):
 
 
 class ShardMapParams(NamedTuple):
+    """A `shard_map`, in the words of `jax.shard_map`; `axis_names` are those it makes manual."""
+
     body: Any
     mesh: Any
     in_specs: tuple[Any, ...]
@@ -84,6 +92,7 @@ class ShardMapParams(NamedTuple):
 
 
 def scan_params(eqn: Eqn) -> ScanParams:
+    """The params of a `scan` equation."""
     p = eqn.params
     return ScanParams(
         p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"], p["unroll"]
@@ -91,11 +100,13 @@ def scan_params(eqn: Eqn) -> ScanParams:
 
 
 def while_params(eqn: Eqn) -> WhileParams:
+    """The params of a `while` equation."""
     p = eqn.params
     return WhileParams(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
 
 
 def shard_map_params(eqn: Eqn) -> ShardMapParams:
+    """The params of a `shard_map` equation."""
     p = eqn.params
     return ShardMapParams(
         p["jaxpr"],
@@ -122,7 +133,7 @@ def bodies(eqn: Eqn) -> tuple[Any, ...]:
 
 
 def forwards(jaxpr: Any) -> tuple[int | None, ...]:
-    """For each result of a jaxpr, the number of the input it is, handed through untouched (or None).
+    """For each result of a jaxpr, the number of the input that it is, untouched; None for others.
 
     Sees through bodies: NNX returns all state of a scanned layer through `remat` and `scan`, and a
     weight that comes back so has not changed.
@@ -157,11 +168,11 @@ def _forwarded_operands(eqn: Eqn) -> Sequence[Any]:
             for j, k in enumerate(through)
         ]
     if name == "while":
-        p = while_params(eqn)
-        first = p.num_body_consts
+        loop = while_params(eqn)
+        first = loop.num_body_consts
         return [
-            ins[p.num_cond_consts + k] if k == first + j else None
-            for j, k in enumerate(forwards(p.body))
+            ins[loop.num_cond_consts + k] if k == first + j else None
+            for j, k in enumerate(forwards(loop.body))
         ]
     if name == "cond":
         return [None if k is None else ins[1 + k] for k in common_forwards(*bodies(eqn))]
@@ -191,7 +202,7 @@ def kernel_name(eqn: Eqn) -> str:
     return f"{eqn.primitive.name} {name!s}".strip()
 
 
-# --- name stacks ------------------------------------------------------------------------------------
+# --- name stacks ----------------------------------------------------------------------------------
 
 _SCOPE = re.compile(r"fewbit\[([^\]|]*)\|([^\]]*)\]")
 _EINSUM = re.compile(r"[A-Za-z.]*(?:,[A-Za-z.]*)+(?:->[A-Za-z.]*)?|[A-Za-z.]+->[A-Za-z.]*")

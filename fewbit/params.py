@@ -18,21 +18,21 @@ from fewbit.calls import key_name
 from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
 
 _MSG_EXTRA = (
-    "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to hand "
-    "parameters that the model does not have through unchanged."
+    "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
+    "hand parameters that the model does not have through unchanged."
 )
 _MSG_MISSING = (
     "{count} of the plan's parameters {are} missing: {paths}.{near} Give the whole tree, or pass "
     "allow_missing_params=True to quantize a part of it."
 )
 _MSG_SHAPE = (
-    "{path} has shape {found}, expected {wanted}.{turned} The plan or template was made for another "
-    "model or other sizes: make it again with this model."
+    "{path} has shape {found}, expected {wanted}.{turned} The plan or template was made for "
+    "another model or other sizes: make it again with this model."
 )
 _MSG_TURNED = " It looks transposed: pass params with {path} as `array.transpose({axes})`."
 _MSG_QUANTIZED = (
-    "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize it "
-    "first to store it in another format: fewbit.dequantize(...)."
+    "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize "
+    "it first to store it in another format: fewbit.dequantize(...)."
 )
 _MSG_NO_TEMPLATE = (
     "quantize_params takes a Plan or a template as its second argument, got {found}. Make one: "
@@ -53,14 +53,16 @@ def quantize_params(
 ) -> Any:
     """The same tree with each planned leaf as `WithAux(QArray)`; other leaves pass through.
 
-    `abstract_quantized_params` is a `Plan`, the template `jax.eval_shape(model.init, ...)['params']` of
-    a quantized Linen model, or a quantized NNX model (then `params` is a pure dict). A template takes a
-    subtree, so that weights can be streamed; a Plan takes one with `allow_missing_params=True`.
+    `abstract_quantized_params` is a `Plan`, the template
+    `jax.eval_shape(model.init, ...)['params']` of a quantized Linen model, or a quantized NNX model
+    (then `params` is a pure dict). A template takes a subtree, so that weights can be streamed; a
+    Plan takes one with `allow_missing_params=True`.
 
     >>> import fewbit, jax.numpy as jnp
     >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
     >>> f = lambda params, x: x @ params['w'] + params['b']
-    >>> plan = fewbit.plan(f, [fewbit.QuantizationRule(weight_qtype='int8')], params, jnp.ones((2, 3)))
+    >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]
+    >>> plan = fewbit.plan(f, rules, params, jnp.ones((2, 3)))
     >>> quantize_params(params, plan)['w'].array
     QArray(qvalue=int8[3,4], scale=float32[1,4], qtype=int8)
     """
@@ -71,8 +73,8 @@ def quantize_params(
         )
     if quant_stats:
         raise NotImplementedError(
-            "Static activation scales from quant_stats come with calibration. Leave quant_stats out and "
-            "use dynamic ranges (act_static_scale=False)."
+            "Static activation scales from quant_stats come with calibration. Leave quant_stats "
+            "out and use dynamic ranges (act_static_scale=False)."
         )
     template = _Template(abstract_quantized_params, allow_extra_params)
 
@@ -215,8 +217,8 @@ def _quantized(
         raise ValueError(_MSG_QUANTIZED.format(path=path, array=_bare(array)))
     if not isinstance(array, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise ValueError(
-            f"params is not a pure dict of jax.Array: {path} is a {type(array).__name__}. For NNX pass "
-            "nnx.to_pure_dict(nnx.state(model))."
+            f"params is not a pure dict of jax.Array: {path} is a {type(array).__name__}. For NNX "
+            "pass nnx.to_pure_dict(nnx.state(model))."
         )
     if tuple(array.shape) != shape:
         found = tuple(array.shape)
@@ -254,7 +256,7 @@ def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:
 
 
 def box_parts(q: QArray, box: Any) -> QArray:
-    """Each part in a box like the float parameter's, its axis names dropped where the part is one wide."""
+    """Each part in a box like the float parameter's, without axis names where it is one wide."""
 
     def boxed(part):
         names = getattr(box, "names", None)
@@ -276,7 +278,7 @@ def unbox_parts(q: QArray) -> QArray:
 
 
 def unboxed(box: Any) -> Any:
-    """What is in a box, as it is: under a mesh, `unbox()` would also place it (and whole QArrays)."""
+    """What is in a box, as it is: under a mesh, `unbox()` would place it too (even a QArray)."""
     try:
         return box.unbox(apply_constraint=False)
     except TypeError:  # a box of another kind, which never places anything
@@ -289,6 +291,7 @@ def _is_box(value: Any) -> bool:
 
 
 def is_box(value: Any) -> bool:
+    """Whether a tree node is a framework's partitioning box around a parameter."""
     return _is_box(value)
 
 

@@ -1,8 +1,8 @@
 """Plan: rules meet the traced program.
 
 Two steps. First, for every Site: which rule governs it, and what storage that asks of the parameter
-leaf behind it. Second, an abstract run of the interpreter on leaves so stored, which tells what really
-happens at each Site; the plan's `runs on` column is that report, not a guess.
+leaf behind it. Second, an abstract run of the interpreter on leaves so stored, which tells what
+really happens at each Site; the plan's `runs on` column is that report, not a guess.
 """
 
 import re
@@ -23,7 +23,6 @@ from fewbit.provenance import Changed, Constant, Origin, TileDoesNotFit, leaf_gr
 from fewbit.qarray import HowToQuantize
 from fewbit.rules import QuantizationRule
 from fewbit.trace import Program, TracedSite, product_letters
-
 
 _NOTE_SLOW = "slow: XLA runs this slower than float32 on this CPU; it saves memory, not time"
 
@@ -125,7 +124,7 @@ def is_plain_ragged(eqn: Any) -> bool:
 
 
 def weight_operand(ts: TracedSite) -> int | None:
-    """Which operand is the stored weight: either side of a product, only rhs of a conv or ragged_dot."""
+    """Which operand is the stored weight: either of a product, only rhs of a conv or ragged_dot."""
     sides = (
         (1, 0)
         if ts.site.op in ("dot_general", "einsum")
@@ -196,7 +195,8 @@ def storage(
 ) -> dict[str, Request]:
     """One request per leaf. Two Sites that want a leaf stored differently are an error naming both.
 
-    Where `complaint` lets it pass, the first Site's storage stands and the other reads it dequantized.
+    Where `complaint` lets it pass, the first Site's storage stands and the other reads it
+    dequantized.
     """
     chosen: dict[str, Request] = {}
     look_ups: list[Request] = []
@@ -247,9 +247,9 @@ def _conflict(a: Request, b: Request) -> str:
     return (
         f"Parameter '{a.leaf}' is used by two Sites that want it stored differently: {want(a)} "
         f"(scales on axes {a.how.channelwise_axes}, tiles {dict(a.how.tiled_axes)}); {want(b)} "
-        f"(scales on axes {b.how.channelwise_axes}, tiles {dict(b.how.tiled_axes)}). A parameter is "
-        f"stored once: keep it float with QuantizationRule(module_path={_either(a, b)!r}) before the "
-        "other rules, or give both Sites the same type and the same contracted axis."
+        f"(scales on axes {b.how.channelwise_axes}, tiles {dict(b.how.tiled_axes)}). A parameter "
+        f"is stored once: keep it float with QuantizationRule(module_path={_either(a, b)!r}) "
+        "before the other rules, or give both Sites the same type and the same contracted axis."
     )
 
 
@@ -277,8 +277,8 @@ def make_plan(
 ) -> tuple[Plan, dict[str, Request]]:
     """The plan of one model over one or more methods.
 
-    `observe(k, requests)` runs program k abstractly on leaves stored as requested and returns what ran
-    each Site and which leaves were dequantized by which primitive.
+    `observe(k, requests)` runs program k abstractly on leaves stored as requested and returns what
+    ran each Site and which leaves were dequantized by which primitive.
     """
     with complaints(strict) as complaint:
         return _make_plan(provider, programs, leaves, kind, observe, complaint)

@@ -1,13 +1,13 @@
 """Where an array comes from: a parameter leaf, seen through layout operations only.
 
-A weight is whatever an input leaf reaches through casts, transposes, reshapes and slices. Each axis of
-the array a product sees is written as a list of *atoms*, pieces of the leaf's own axes, so that the
-granularity an op wants for its operand can be said in terms of the stored leaf, whatever reshaping
-stands between them. A leaf axis that is absent from the operand (the layer axis of a scan-stacked
-weight) simply has no atom there.
+A weight is whatever an input leaf reaches through casts, transposes, reshapes and slices. Each axis
+of the array a product sees is written as a list of *atoms*, pieces of the leaf's own axes, so that
+the granularity an op wants for its operand can be said in terms of the stored leaf, whatever
+reshaping stands between them. A leaf axis that is absent from the operand (the layer axis of a
+scan-stacked weight) simply has no atom there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -52,7 +52,7 @@ class Constant:
 def reshape_axes(
     axes: Sequence[tuple[Atom, ...]], new_shape: Sequence[int]
 ) -> tuple[tuple[Atom, ...], ...] | None:
-    """Regroup atoms for a new shape, splitting those that a new axis boundary cuts; None if it cannot."""
+    """Regroup atoms for a new shape, splitting those an axis boundary cuts; None if impossible."""
     queue = [atom for group in axes for atom in group if atom.size != 1]
     out: list[tuple[Atom, ...]] = []
     for target in new_shape:
@@ -81,14 +81,14 @@ class TileDoesNotFit(ValueError):
 
 
 def leaf_granularity(
-    origin: Origin, channelwise: Sequence[int], tiled: Mapping[int, int]
+    origin: Origin, channelwise: Collection[int], tiled: Mapping[int, int]
 ) -> tuple[tuple[int, ...], dict[int, int]]:
     """Say an operand's granularity in the leaf's own axes: (channelwise_axes, tiled_axes).
 
     An axis of the leaf that the operand does not show is channelwise: another layer of the stack.
     """
-    # For each leaf axis, (stride, size, what) of the atoms the operand shows: 'C' a scale per index,
-    # 'S' one shared scale, an int that many indices per scale.
+    # For each leaf axis, (stride, size, what) of the atoms the operand shows; what is 'C' for a
+    # scale per index, 'S' for one shared scale, an int for that many indices per scale.
     seen: dict[int, list[tuple[int, int, str | int]]] = {
         i: [] for i in range(len(origin.leaf_shape))
     }
@@ -132,8 +132,10 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
     tile, rest = 1, list(pieces)
     while rest and rest[0][2] == "S":
         tile *= rest.pop(0)[1]
-    if rest and isinstance(rest[0][2], int):
-        tile *= rest.pop(0)[2]  # type: ignore[operator]
+    cut = rest[0][2] if rest else None
+    if isinstance(cut, int):
+        tile *= cut
+        rest.pop(0)
     if all(what == "C" for _, _, what in rest) and tile > 1:
         return tile if tile < size else "S"
     return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes

@@ -280,7 +280,7 @@ def _check_divides(
     known = {axis + len(shape): tile for axis, tile in tiles}
     for axis, (count, dim) in enumerate(zip(part, shape, strict=True)):
         uneven = axis in known and -(-dim // known[axis]) == count
-        if count != 1 and not uneven and (count == 0 or dim % count):
+        if count != 1 and count != dim and not uneven and (count == 0 or dim % count):
             raise ValueError(
                 f"{name} {tuple(part)} should be broadcastable to qvalue {tuple(shape)}. On axis "
                 f"{axis}, {count} does not divide {dim}; if the last tile is shorter than the "

@@ -1,8 +1,8 @@
 """Primitives with bodies, rebuilt around the interpreter: control flow stays control flow.
 
-Each function takes (interpreter, equation, operands, body nodes) and returns the equation's results.
-A weight enters a loop whole, as a constant, with the layer number as a scalar; it is never put into a
-carry, which may change it.
+Each function takes (interpreter, equation, operands, body nodes) and returns the equation's
+results. A weight enters a loop whole, as a constant, with the layer number as a scalar; it is never
+put into a carry, which may change it.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,7 @@ def _while(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) ->
 def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     index, *operands = ins
 
-    def branch(node: Node):
+    def branch(node: Node) -> Callable[..., list[Any]]:
         # A branch may return a weight untouched while another returns an array: floats from both.
         return lambda *args: run.floats(run.run(node, args), "cond output")
 
@@ -194,7 +194,9 @@ def _weave(fixed: dict[int, Any], moving: Sequence[Any], n: int) -> list[Any]:
     return [fixed[k] if k in fixed else next(rest) for k in range(n)]
 
 
-def _hold_fixed_weights(run: Interpreter, body: Any, first: int, carry: list[Any], why: str):
+def _hold_fixed_weights(
+    run: Interpreter, body: Any, first: int, carry: list[Any], why: str
+) -> tuple[dict[int, Any], list[Any]]:
     """Split a carry: weights that the body returns untouched are held, everything else moves."""
     through = jaxprs.forwards(body)
     fixed = {k: v for k, v in enumerate(carry) if is_weight(v) and through[k] == first + k}

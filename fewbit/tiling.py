@@ -21,7 +21,7 @@ def scale_dims(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ..
     >>> scale_dims((100, 64), (32, 64))
     (4, 1)
     """
-    return tuple(-(-d // t) if d else 1 for d, t in zip(shape, tile_shape, strict=True))
+    return tuple(_count(d, t) for d, t in zip(shape, tile_shape, strict=True))
 
 
 def infer_tile_shape(
@@ -36,8 +36,10 @@ def infer_tile_shape(
     result = []
     for axis, (dim, count) in enumerate(zip(shape, scale_shape, strict=True)):
         tile = known.get(axis)
-        if count == 1 or dim == 0:
+        if count == 1:
             result.append(dim)
+        elif count == dim:  # also an empty axis with a scale per index, and a symbolic one
+            result.append(1)
         elif tile is not None and -(-dim // tile) == count:
             result.append(tile)
         else:
@@ -57,7 +59,7 @@ def uneven_tiles(
     return tuple(
         (axis - rank, tile)
         for axis, (dim, count, tile) in enumerate(zip(shape, scale_shape, tile_shape, strict=True))
-        if count > 1 and count * tile != dim
+        if tile != 1 and tile != dim and count * tile != dim
     )
 
 
@@ -130,7 +132,7 @@ def split_shape(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, .
     """
     view: list[int] = []
     for dim, tile in zip(shape, tile_shape, strict=True):
-        view += [dim // tile if dim else 1, tile]
+        view += [_count(dim, tile), tile]
     return tuple(view)
 
 
@@ -151,7 +153,7 @@ def expand(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int]) -> 
 def _part_view(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int]) -> jax.Array:
     view: list[int] = []
     for axis, (dim, tile) in enumerate(zip(shape, tile_shape, strict=True)):
-        count, tiles = part.shape[axis], dim // tile if dim else 1
+        count, tiles = part.shape[axis], _count(dim, tile)
         if count == 1:
             view += [1, 1]
         elif count == tiles:
@@ -166,9 +168,16 @@ def _part_view(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int])
 
 def _first_uneven(shape: Sequence[int], tile_shape: Sequence[int]) -> int | None:
     for axis, (dim, tile) in enumerate(zip(shape, tile_shape, strict=True)):
-        if dim and dim % tile:
+        if tile != 1 and tile != dim and dim % tile:
             return axis
     return None
+
+
+def _count(dim: int, tile: int) -> int:
+    """Tiles on an axis. Symbolic sizes (`jax.export`) are compared only where that is decided."""
+    if tile == dim:
+        return 1
+    return dim if tile == 1 else -(-dim // tile)
 
 
 def _cut(part: jax.Array | None, axis: int, start: int, limit: int) -> jax.Array | None:

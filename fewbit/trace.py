@@ -1,8 +1,9 @@
 """Trace: a model's jaxpr, with every Site found, named, numbered and led back to its parameter.
 
-A pre-pass over the jaxpr builds a tree of `Node`s parallel to it. One inner jaxpr may be shared by many
-calls (JAX caches traces), so a Site cannot be told by its equation alone; its place in the Node tree
-tells it. The interpreter walks jaxpr and Nodes side by side and never numbers anything itself.
+A pre-pass over the jaxpr builds a tree of `Node`s parallel to it. One inner jaxpr may be shared by
+many calls (JAX caches traces), so a Site cannot be told by its equation alone; its place in the
+Node tree tells it. The interpreter walks jaxpr and Nodes side by side and never numbers anything
+itself.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from fewbit.jaxprs import Eqn, Jaxpr, Where
 from fewbit.provenance import Atom, Changed, Constant, Origin, reshape_axes
 
 Source = Origin | Changed | Constant | None
+Moved = Sequence[Source] | None  # None: not layout after all
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class TracedSite:
 
 @dataclass(eq=False)
 class Node:
-    """A jaxpr with the Sites among its equations and the Nodes of their bodies, by equation index."""
+    """A jaxpr, the Sites among its equations and the Nodes of their bodies, by equation index."""
 
     jaxpr: Jaxpr
     consts: tuple[Any, ...] = ()
@@ -80,9 +82,9 @@ def analyse(
 ) -> Program:
     """Find the Sites of a closed jaxpr.
 
-    `leaves[i]` is (parameter path, shape) when input i is a parameter, else None. `site_path` says how
-    a Site with a weight is named: 'module' (the module scope around it, else the parameter's parent) or
-    'leaf' (the parameter's own path, for plain functions).
+    `leaves[i]` is (parameter path, shape) when input i is a parameter, else None. `site_path` says
+    how a Site with a weight is named: 'module' (the module scope around it, else the parameter's
+    parent) or 'leaf' (the parameter's own path, for plain functions).
     """
     walk = _Walk(method, site_path)
     sources: list[Source] = [Origin.of_leaf(*leaf) if leaf else None for leaf in leaves]
@@ -141,7 +143,7 @@ class _Walk:
         return self.changed(eqn, ins, stack)
 
     def changed(self, eqn: Eqn, ins: list[Source], stack: str) -> Sequence[Source]:
-        """An ordinary equation: remember which leaves it reads, and whether its result is all weight."""
+        """An ordinary equation: remember which leaves it reads, and if its result is all weight."""
         name = eqn.primitive.name
         for source in ins:
             if isinstance(source, Origin):
@@ -199,7 +201,9 @@ class _Walk:
         node, outs = self.body(bodies[0], ins, stack, trips)
         return (node,), outs
 
-    def scan(self, eqn: Eqn, ins: list[Source], stack: str, trips: int):
+    def scan(
+        self, eqn: Eqn, ins: list[Source], stack: str, trips: int
+    ) -> tuple[tuple[Node, ...], Sequence[Source]]:
         p = jaxprs.scan_params(eqn)
         nc, nk = p.num_consts, p.num_carry
         carry = _fixed_carry(p.body, nc, ins[nc : nc + nk])
@@ -250,7 +254,7 @@ class _Walk:
 
 
 def _fixed_carry(body: Any, first: int, sources: Sequence[Source]) -> list[Source]:
-    """A carried value the body returns untouched is a constant of the loop; any other may change."""
+    """A carried value the body returns untouched is a constant of the loop; others may change."""
     through = jaxprs.forwards(body)
     return [s if through[k] == first + k else None for k, s in enumerate(sources)]
 
@@ -312,33 +316,33 @@ def is_row_lookup(eqn: Eqn) -> bool:
     )
 
 
-# --- layout primitives: how atoms move ---------------------------------------------------------------
+# --- layout primitives: how atoms move ------------------------------------------------------------
 
 
-def _same(eqn: Eqn, ins: Sequence[Any]):
+def _same(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     return [s if isinstance(s, Origin) else None for s in ins[: len(eqn.outvars)]]
 
 
-def _cast(eqn: Eqn, ins: Sequence[Any]):
+def _cast(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
     return [ins[0]] if floating else None
 
 
-def _transpose(eqn: Eqn, ins: Sequence[Any]):
+def _transpose(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     return [ins[0].with_axes([ins[0].axes[a] for a in eqn.params["permutation"]])]
 
 
-def _reshape(eqn: Eqn, ins: Sequence[Any]):
+def _reshape(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     axes = reshape_axes(ins[0].axes, eqn.outvars[0].aval.shape)
     return None if axes is None else [ins[0].with_axes(axes)]
 
 
-def _squeeze(eqn: Eqn, ins: Sequence[Any]):
+def _squeeze(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     drop = eqn.params["dimensions"]
     return [ins[0].with_axes([g for a, g in enumerate(ins[0].axes) if a not in drop])]
 
 
-def _broadcast(eqn: Eqn, ins: Sequence[Any]):
+def _broadcast(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     old = eqn.invars[0].aval.shape
     at = {out: src for src, out in enumerate(eqn.params["broadcast_dimensions"])}
     axes = []
@@ -348,7 +352,7 @@ def _broadcast(eqn: Eqn, ins: Sequence[Any]):
     return [ins[0].with_axes(axes)]
 
 
-def _slice(eqn: Eqn, ins: Sequence[Any]):
+def _slice(eqn: Eqn, ins: Sequence[Any]) -> Moved:
     return [_sliced(ins[0], v.aval.shape) for v in eqn.outvars]
 
 

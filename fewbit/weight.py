@@ -31,6 +31,7 @@ class Weight:
 
 
 def is_weight(value: Any) -> bool:
+    """Whether a value of the interpreter is a quantized parameter."""
     return isinstance(value, Weight)
 
 
@@ -40,7 +41,7 @@ def plain(value: Any) -> Any:
 
 
 def map_parts(fn: Callable[[Any, PartitionSpec], Any], q: QArray, spec: PartitionSpec) -> QArray:
-    """Apply `fn(part, spec)` to each part of a QArray; a part one wide on an axis is not split there."""
+    """`fn(part, spec)` for each part of a QArray; a part one wide on an axis is not split there."""
     full = tuple(spec) + (None,) * (q.ndim - len(spec))
 
     def part_spec(part):

@@ -1,4 +1,4 @@
-"""Layout primitives: how a quantized weight moves through each (forgetting one silently dequantizes)."""
+"""Layout primitives: how a quantized weight moves through each; one forgotten here dequantizes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,9 +11,11 @@ from fewbit.jaxprs import Eqn
 from fewbit.qarray import QArray
 from fewbit.weight import is_weight, map_parts
 
+Rule = Callable[[Eqn, list[Any]], Sequence[Any]]
 
-def _through(move: Callable[[QArray, Eqn, list[Any]], QArray]):
-    def rule(eqn: Eqn, ins: list[Any]):
+
+def _through(move: Callable[[QArray, Eqn, list[Any]], QArray]) -> Rule:
+    def rule(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
         weight, *rest = ins
         if not is_weight(weight) or any(map(is_weight, rest)):
             raise moves.CannotMove("a weight is used as an index")
@@ -75,13 +77,13 @@ def _gather(q: QArray, eqn: Eqn, rest: list[Any]) -> QArray:
     )
 
 
-def _split(eqn: Eqn, ins: list[Any]):
+def _split(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     (weight,) = ins
     parts = moves.split(weight.array, eqn.params["sizes"], eqn.params["axis"])
     return [weight.moved(part) for part in parts]
 
 
-def _concatenate(eqn: Eqn, ins: list[Any]):
+def _concatenate(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     if not all(map(is_weight, ins)):
         raise moves.CannotMove("a weight is joined to an array that is not one")
     parts = [w.array for w in ins]
@@ -91,7 +93,7 @@ def _concatenate(eqn: Eqn, ins: list[Any]):
     return [ins[0].moved(moves.concatenate(parts, axis))]
 
 
-def _each(eqn: Eqn, ins: list[Any]):
+def _each(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     """Primitives that act alike on every operand: map them over the weights' own parts."""
     outs = []
     for value in ins:
@@ -103,11 +105,11 @@ def _each(eqn: Eqn, ins: list[Any]):
     return outs
 
 
-def _barrier(eqn: Eqn, ins: list[Any]):
+def _barrier(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     return jax.lax.optimization_barrier(ins)
 
 
-def _sharded(eqn: Eqn, ins: list[Any]):
+def _sharded(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     """A constraint on the weight holds for its parts, but not on axes where a part is one wide."""
     (weight,) = ins
     sharding = eqn.params["sharding" if "sharding" in eqn.params else "dst_sharding"]
@@ -125,8 +127,8 @@ def _sharded(eqn: Eqn, ins: list[Any]):
     return [weight.moved(map_parts(apply, weight.array, sharding.spec))]
 
 
-def _pvary(eqn: Eqn, ins: list[Any]):
-    """`pvary` refuses an axis that an array varies over already: ask each part for what it lacks."""
+def _pvary(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
+    """`pvary` refuses an axis that an array varies over already: give each part what it lacks."""
     axes = eqn.params["axes"]
 
     def vary(part):
@@ -136,7 +138,7 @@ def _pvary(eqn: Eqn, ins: list[Any]):
     return [jax.tree.map(vary, value) for value in ins]
 
 
-MOVES: dict[str, Callable[[Eqn, list[Any]], Sequence[Any]]] = {
+MOVES: dict[str, Rule] = {
     "convert_element_type": _through(_convert),
     "transpose": _through(_transpose),
     "reshape": _through(_reshape),

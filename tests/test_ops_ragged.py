@@ -173,3 +173,21 @@ def test_out_sharding(kind):
         if spec is not None:
             assert jax.typeof(out).sharding.spec == spec
     assert worst(out, expected) < FLOAT32_SUM
+
+
+@pytest.mark.parametrize("name,lhs_tiled,rhs_tiled", [("group last", 0, 1), ("two row axes", 2, 1)])
+def test_upper_bound_general_dims_with_tiles_of_64(name, lhs_tiled, rhs_tiled):
+    contracting, batch, ragged, group, lhs_shape, rhs_shape = GENERAL[name]
+    numbers = lax.RaggedDotDimensionNumbers((contracting, batch), ragged, group)
+    x, w = (
+        normal(seed, [256 if size == 8 else size for size in shape])
+        for seed, shape in enumerate((lhs_shape, rhs_shape))
+    )
+    qx = quantize(x, "int8", channelwise_axes=(1,), tiled_axes={lhs_tiled: 64})
+    qw = quantize(w, "int8", channelwise_axes=tuple(group), tiled_axes={rhs_tiled: 64})
+    assert describe_ragged_dot(qx, qw, numbers) == "int8 ragged_dot"
+    sizes = jnp.array([1, 3, 2], jnp.int32)
+    out = ragged_dot_general(qx, qw, sizes, numbers)
+    assert relative_mae(out, lax.ragged_dot_general(x, w, sizes, numbers)) < 0.04
+    slow = lax.ragged_dot_general(dequantize(qx), dequantize(qw), sizes, numbers)
+    assert relative_mae(out, slow) < 0.003

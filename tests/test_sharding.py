@@ -1,4 +1,4 @@
-"""Eight host devices: sharded parameters stay sharded and quantized, on auto and explicit meshes."""
+"""Eight host devices: parameters stay sharded and quantized, on auto and on explicit meshes."""
 
 import re
 from functools import partial

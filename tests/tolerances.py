@@ -34,3 +34,5 @@ NNX_RECURRENT = 0.06
 PEER_F32 = 2e-6
 # The peer rounds to bfloat16 between its steps, fewbit at the end.
 PEER_BF16 = 4 * BF16_ULP
+# A whole model with quantized activations: one code that falls on the other side of a tie.
+PEER_MODEL_DYNAMIC = 1e-2

@@ -1,7 +1,7 @@
 """A zoo of small models that together hold every primitive with a body, and nestings of them.
 
-Each entry is (name, function of (params, *args), params, args). Linen and NNX members are given as pure
-functions of their parameters, the form in which every front end hands a model to the engine.
+Each entry is (name, function of (params, *args), params, args). Linen and NNX members are given as
+pure functions of their parameters, the form in which every front end hands a model to the engine.
 """
 
 from functools import partial

@@ -14,13 +14,13 @@ from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
 
 _MSG_KERAS = (
-    "{name} is a Keras model, which fewbit does not take yet. Quantize it as a plain function of its "
-    "variables: f = lambda params, x: model.stateless_call(params, "
+    "{name} is a Keras model, which fewbit does not take yet. Quantize it as a plain function of "
+    "its variables: f = lambda params, x: model.stateless_call(params, "
     "model.non_trainable_variables, x)[0], then fewbit.quantize_model(f, provider)."
 )
 _MSG_TYPE = (
-    "Unsupported model type: {found}. fewbit takes a Flax Linen module, a Flax NNX module or a function "
-    "f(params, *args).{fix}"
+    "Unsupported model type: {found}. fewbit takes a Flax Linen module, a Flax NNX module or a "
+    "function f(params, *args).{fix}"
 )
 
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
@@ -99,7 +99,8 @@ def plan(
     """What would happen to `model` under `rules`, before anything does. Needs no weights.
 
     Inputs are the model's own; for a plain function the parameter tree comes first. Abstract values
-    (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a provider.
+    (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a
+    provider.
 
     >>> import fewbit, jax
     >>> f = lambda params, x: x @ params['w']

@@ -18,7 +18,9 @@ def plan_runs(
     for traced in traces:
         leaves.update((leaf.path, leaf) for leaf in traced.leaves if leaf is not None)
 
-    def observe(k: int, requests: dict[str, Request]):
+    def observe(
+        k: int, requests: dict[str, Request]
+    ) -> tuple[dict[str, str], list[tuple[str, str]]]:
         runner = runs[k][0]
         decisions = decide(traces[k].program, runner.rule_for(traces[k].values))
         return runner.observe(traces[k], decisions, requests)

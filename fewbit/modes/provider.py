@@ -2,7 +2,8 @@
 
 The interpreter calls `provider.dot_general(...)`, `.einsum(...)`, `.conv_general_dilated(...)`,
 `.ragged_dot(...)` or `.take(...)` for each Site, with the weight as a `QArray` when it is stored
-quantized. Inside such a method `_get_current_rule_and_op_id(op)` tells the rule and the Site's number.
+quantized. Inside such a method `_get_current_rule_and_op_id(op)` tells the rule and the Site's
+number.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,12 +18,12 @@ from fewbit.rules import QuantizationRule, first_match
 
 _MSG_NOT_TRACED = (
     "Quantization is not completed yet. Please call `quantize_model` before calling "
-    "`get_unused_rules`. A Linen model or a plain function is traced at its first `init`, `apply` or "
-    "call; `fewbit.plan(model, rules, *inputs)` tells at once which rules match nothing."
+    "`get_unused_rules`. A Linen model or a plain function is traced at its first `init`, `apply` "
+    "or call; `fewbit.plan(model, rules, *inputs)` tells at once which rules match nothing."
 )
 _MSG_NO_MODULE = (
-    "Current module is not known. `_get_current_rule_and_op_id` answers only while a quantized model "
-    "is traced or run; outside of one `fewbit.get_current_rule(op_name)` returns None."
+    "Current module is not known. `_get_current_rule_and_op_id` answers only while a quantized "
+    "model is traced or run; outside of one `fewbit.get_current_rule(op_name)` returns None."
 )
 _MSG_RULES = "A provider takes a list of QuantizationRule objects, got {found}. {fix}"
 _WRITE_RULE = (
@@ -30,9 +31,9 @@ _WRITE_RULE = (
     "fewbit.rules_from_yaml(path)."
 )
 _MSG_NOTHING_PATCHED = (
-    "{where}{name} has no meaning in fewbit: no function of JAX or Flax is replaced while a model runs, "
-    "so there is nothing to intercept. The interpreter calls the provider's own methods: override "
-    "dot_general, einsum, conv_general_dilated or ragged_dot in a subclass."
+    "{where}{name} has no meaning in fewbit: no function of JAX or Flax is replaced while a model "
+    "runs, so there is nothing to intercept. The interpreter calls the provider's own methods: "
+    "override dot_general, einsum, conv_general_dilated or ragged_dot in a subclass."
 )
 _INTERCEPTION = ("get_intercept_map", "get_interceptors")
 
@@ -85,8 +86,8 @@ class QuantizationProvider:
             raise TypeError(_MSG_RULES.format(found=found, fix=fix))
         return rule
 
-    # Two providers made alike are alike, so that models quantized alike share classes and jit caches.
-    # A subclass may hold state of its own: it is only itself.
+    # Two providers made alike are alike, so that models quantized alike share classes and jit
+    # caches. A subclass may hold state of its own: it is only itself.
     def _key(self) -> Any:
         if type(self).__module__.startswith("fewbit."):
             return (type(self), self.rules, self.disable_jit, self.strict)
@@ -157,7 +158,7 @@ class QuantizationProvider:
             raise ValueError(_MSG_NO_MODULE)
         return current.get_current_rule(op_name), None
 
-    # --- the ops, in float: a weight stored quantized is dequantized first ---------------------------
+    # --- the ops, in float: a weight stored quantized is dequantized first ------------------------
 
     def dot_general(
         self,

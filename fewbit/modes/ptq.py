@@ -1,7 +1,7 @@
 """Post-training quantization: weights stored quantized, activations float or quantized on the fly.
 
-Gradients are straight-through: the value of a product with quantized activations is the quantized one,
-its derivative that of the float product with the dequantized weight.
+Gradients are straight-through: the value of a product with quantized activations is the quantized
+one, its derivative that of the float product with the dequantized weight.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +19,9 @@ from fewbit.rules import QuantizationRule
 Hows = Sequence[HowToQuantize | None]
 
 _MSG_STATIC = (
-    "{site} has act_static_scale=True in {rule!r}, but static activation ranges need calibration, which "
-    "is not there yet. Leave act_static_scale out to measure the range of each batch, or give a range "
-    "you know: act_static_scale=None, act_calibration_method='fixed,-6,6'."
+    "{site} has act_static_scale=True in {rule!r}, but static activation ranges need calibration, "
+    "which is not there yet. Leave act_static_scale out to measure the range of each batch, or "
+    "give a range you know: act_static_scale=None, act_calibration_method='fixed,-6,6'."
 )
 
 
@@ -37,13 +37,13 @@ class BoxedParamProvider(QuantizationProvider):
 
     def dot_general(
         self,
-        lhs,
-        rhs,
-        dimension_numbers,
-        precision=None,
-        preferred_element_type=None,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
         *,
-        out_sharding=None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("dot_general")
         numbers = dict(dimension_numbers=dimension_numbers, ndims=(lhs.ndim, rhs.ndim))
@@ -64,20 +64,20 @@ class BoxedParamProvider(QuantizationProvider):
             lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how),
         )
         return quantized_product(
-            product, (lhs, rhs), hows, lambda *q: ops.describe_dot(*q, dimension_numbers)
+            product, (lhs, rhs), hows, lambda a, b: ops.describe_dot(a, b, dimension_numbers)
         )
 
     def einsum(
         self,
-        einsum_str,
-        *operands,
-        precision=None,
-        preferred_element_type=None,
-        _dot_general=None,
-        out_sharding=None,
+        einsum_str: str,
+        *operands: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        _dot_general: Callable[..., Any] | None = None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("einsum")
-        spec = dict(einsum_str=einsum_str, ndims=tuple(x.ndim for x in operands))
+        spec: dict[str, Any] = dict(einsum_str=einsum_str, ndims=tuple(x.ndim for x in operands))
 
         def product(*operands):
             return ops.einsum(
@@ -97,7 +97,9 @@ class BoxedParamProvider(QuantizationProvider):
             product, operands, hows, lambda *q: _describe_einsum(einsum_str, *q)
         )
 
-    def conv_general_dilated(self, lhs, rhs, window_strides, padding, *args, **kwargs) -> jax.Array:
+    def conv_general_dilated(
+        self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, *args: Any, **kwargs: Any
+    ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("conv_general_dilated")
         numbers = kwargs.get("dimension_numbers", args[2] if len(args) > 2 else None)
         numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
@@ -110,11 +112,17 @@ class BoxedParamProvider(QuantizationProvider):
 
         hows = activation_hows(rule, (lhs, rhs), how)
         return quantized_product(
-            product, (lhs, rhs), hows, lambda *q: ops.describe_conv(*q, dimension_numbers=numbers)
+            product, (lhs, rhs), hows, lambda a, b: ops.describe_conv(a, b, numbers)
         )
 
     def ragged_dot(
-        self, lhs, rhs, group_sizes, precision=None, preferred_element_type=None, group_offset=None
+        self,
+        lhs: Any,
+        rhs: Any,
+        group_sizes: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        group_offset: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("ragged_dot")
 
@@ -153,7 +161,8 @@ def _describe_einsum(einsum_str: str, *operands: Any) -> str:
         (),
     )
     batch = tuple(zip(*[(i, j) for i, j, kept in shared if kept], strict=True)) or ((), ())
-    return ops.describe_dot(*operands, (contracting, batch))
+    lhs, rhs = operands
+    return ops.describe_dot(lhs, rhs, (contracting, batch))
 
 
 def activation_hows(

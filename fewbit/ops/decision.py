@@ -102,7 +102,7 @@ def parts(q: QArray) -> list[Any]:
 
 def is_tiled(q: QArray, axis: int) -> bool:
     """More than one scale along the axis, but fewer than one per value."""
-    return any(1 < part.shape[axis] < q.shape[axis] for part in parts(q))
+    return any(part.shape[axis] not in (1, q.shape[axis]) for part in parts(q))
 
 
 def is_constant(q: QArray, axis: int) -> bool:
@@ -123,7 +123,7 @@ def may_overflow(lhs: QArray, rhs: QArray, terms: int) -> bool:
 
 
 def _axis_tiles(q: QArray, axis: int) -> set[int]:
-    return {tile_on(q, part, axis) for part in parts(q) if part.shape[axis] > 1}
+    return {tile_on(q, part, axis) for part in parts(q) if part.shape[axis] != 1}
 
 
 def decide_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> Decision:

@@ -84,7 +84,7 @@ def scale_dtype_for(result: Any, *qarrays: QArray) -> Any:
 def widen(part: jax.Array, q: QArray, axes: Sequence[int]) -> jax.Array:
     """Repeat tiled entries along axes that reach the output, so that each is 1-wide or full."""
     for axis in axes:
-        if 1 < part.shape[axis] < q.shape[axis]:
+        if part.shape[axis] not in (1, q.shape[axis]):
             repeated = jnp.repeat(part, tile_on(q, part, axis), axis=axis)
             part = lax.slice_in_dim(repeated, 0, q.shape[axis], axis=axis)
     return part

@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+from peers import cases
 
 PEERS = pathlib.Path(__file__).parent
 ROOT = PEERS.parent.parent
@@ -21,9 +22,7 @@ def peers_python():
 
 
 def answers_of(script, tmp_path_factory):
-    """The results that `tests/peers/<script>` writes."""
-    from peers import cases
-
+    """The results that `peers/<script>.py` writes."""
     # With xdist each worker has its own directory below the run's.
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -38,7 +37,8 @@ def answers_of(script, tmp_path_factory):
     # Plain settings: strict promotion and several devices are our own tests' business.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
-        [python, str(PEERS / script), str(draft)],
+        [python, "-m", f"peers.{script}", str(draft)],
+        cwd=PEERS.parent,
         capture_output=True,
         text=True,
         env=env | {"JAX_PLATFORMS": "cpu"},

@@ -1,14 +1,14 @@
 """What Qwix answers to `cases.ARRAYS` and `cases.PRODUCTS`. Runs in the environment of the peers.
 
-python tests/peers/qwix_arrays.py <where to write the .npz>
+cd tests && python -m peers.qwix_arrays <where to write the .npz>
 """
 
 import sys
 
-import cases
 import jax
 import jax.numpy as jnp
 import qwix
+from peers import cases
 from qwix._src.core import qarray
 
 
@@ -16,8 +16,8 @@ def arrays(results):
     for case in cases.ARRAYS:
         q = case.quantized(qwix)
         if q.scale.size == 1:
-            # One number by itself is divided by eager XLA, but multiplied by a reciprocal under jit,
-            # as several are everywhere: the last bit of a float32 scale depends on it.
+            # One number by itself is divided by eager XLA, but multiplied by a reciprocal under
+            # jit, as several are everywhere: the last bit of a float32 scale depends on it.
             q = jax.jit(lambda case=case: case.quantized(qwix))()
         results.put_qarray(f"array/{case.name}/{case.seed}", q)
         results.put(f"array/{case.name}/{case.seed}/dequantized", qwix.dequantize(q))
