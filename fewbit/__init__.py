@@ -18,6 +18,7 @@ framework is imported until a model of its kind is seen.
 
 from fewbit._plan import Plan as Plan
 from fewbit._plan import Site as Site
+from fewbit._plan_messages import PlanError as PlanError
 from fewbit._trainable import merge_trainable as merge_trainable
 from fewbit._trainable import split_trainable as split_trainable
 from fewbit._trainable import trainable as trainable
@@ -37,7 +38,6 @@ from fewbit.ops import ragged_dot as ragged_dot
 from fewbit.ops import ragged_dot_general as ragged_dot_general
 from fewbit.ops import take as take
 from fewbit.params import quantize_params as quantize_params
-from fewbit.planner import PlanError as PlanError
 from fewbit.qarray import HowToQuantize as HowToQuantize
 from fewbit.qarray import QArray as QArray
 from fewbit.qarray import WithAux as WithAux

@@ -48,12 +48,20 @@ class Row:
         return "".join(self.parts) or "(root)"
 
 
+_KINDS = {
+    "linen": "a Linen model",
+    "nnx": "an NNX model",
+    "keras": "a Keras model",
+    "function": "a function",
+}
+
+
 def render(plan: Plan, *, fold: bool = True, width: int | None = None) -> str:
     """The Plan as text, no line wider than `width` (the terminal's, at least 60).
 
     >>> from fewbit._plan import Plan
     >>> print(render(Plan(rules=(), sites=(), leaves=(), kind="linen"), width=60))
-    Plan of a linen model: 0 of 0 sites quantized
+    Plan of a Linen model: 0 of 0 sites quantized
     <BLANKLINE>
     no sites: the model has no products or look-ups
     <BLANKLINE>
@@ -66,7 +74,7 @@ def render(plan: Plan, *, fold: bool = True, width: int | None = None) -> str:
     totals = plan.totals
     methods = "" if plan.methods == ("__call__",) else f" ({', '.join(plan.methods)})"
     title = (
-        f"Plan of a {plan.kind} model{methods}: "
+        f"Plan of {_KINDS.get(plan.kind, plan.kind)}{methods}: "
         f"{totals.quantized_sites} of {totals.sites} sites quantized"
     )
     blocks = [

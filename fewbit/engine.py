@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from fewbit import current
+from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import forwards
-from fewbit.planner import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
 from fewbit.trace import Program, analyse

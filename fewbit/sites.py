@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from fewbit import current, jaxprs
+from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
-from fewbit.planner import Decision, weight_operand
 from fewbit.trace import TracedSite, product_letters
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES

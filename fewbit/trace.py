@@ -379,7 +379,6 @@ LAYOUT: Mapping[str, Any] = {
     "dynamic_slice": _slice,
     "split": _slice,
     "copy": _same,
-    "copy_p": _same,
     "device_put": _same,
     "sharding_constraint": _same,
     "reshard": _same,
@@ -387,5 +386,4 @@ LAYOUT: Mapping[str, Any] = {
     "optimization_barrier": _same,
     "stop_gradient": _same,
     "name": _same,
-    "reduce_precision": _same,
 }

@@ -152,7 +152,6 @@ MOVES: dict[str, Rule] = {
     "concatenate": _concatenate,
     "stack": _concatenate,
     "copy": _each,
-    "copy_p": _each,
     "device_put": _each,
     "name": _each,
     "optimization_barrier": _barrier,

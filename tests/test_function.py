@@ -384,3 +384,21 @@ def test_quantized_leaves_are_leaf_by_leaf():
     template = quantized(f, W8, params, normal(2, 4, 8))[1]
     part = fewbit.quantize_params({"b": params["b"]}, template)
     np.testing.assert_array_equal(part["b"]["w"].array.qvalue, template["b"]["w"].array.qvalue)
+
+
+def test_empty_batches_and_empty_contractions():
+    f = lambda p, x: x @ p["w"]  # noqa: E731
+    qf, qp, _ = quantized(f, W8A8, W, X)
+    assert qf(qp, X[:0]).shape == (0, 16)
+    empty = {"w": jnp.zeros((0, 16))}
+    qf, qp, _ = quantized(f, W8A8, empty, X[:, :0])
+    np.testing.assert_array_equal(qf(qp, X[:, :0]), np.zeros((16, 16)))
+
+
+@pytest.mark.parametrize("rules", [W8A8, W8], ids=["w8a8", "w8"])
+def test_export_with_a_symbolic_batch(rules):
+    qf, qp, _ = quantized(SPELLINGS["matmul operator"], rules, W, X)
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 16"), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x: qf(qp, x)))(shape)
+    for rows in (1, 5):
+        np.testing.assert_allclose(exported.call(X[:rows]), qf(qp, X[:rows]), rtol=1e-5, atol=1e-5)

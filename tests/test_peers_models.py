@@ -19,7 +19,6 @@ def qwix(tmp_path_factory):
 
 @pytest.mark.parametrize(("model", "recipe"), list(models.pairs()))
 def test_same_parameters_and_outputs(qwix, model, recipe):
-    # The peer's models are run under ordinary promotion; Flax's own layers need no other.
     quantized, output = models.ptq(fewbit, model, recipe)
     mine, prefix = models.leaves(fewbit.unpack(quantized)), f"{model}/{recipe}/params/"
     assert set(mine) == qwix.names(prefix)
@@ -35,5 +34,4 @@ def test_same_parameters_and_outputs(qwix, model, recipe):
     assert output.shape == theirs.shape
     error = np.abs(np.asarray(output) - theirs).max() / np.abs(theirs).max()
     dynamic = "act_qtype" in models.RECIPES[recipe]
-    print("ERR", model, recipe, error)
     assert error <= (tolerances.PEER_MODEL_DYNAMIC if dynamic else tolerances.PEER_F32), error

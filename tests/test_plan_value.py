@@ -277,7 +277,7 @@ def test_a_changed_type_is_listed_field_by_field():
 def test_no_line_is_wider_than_asked(width, fold):
     lines = small_plan(layers=12).table(width=width, fold=fold).splitlines()
     assert max(map(len, lines)) <= width
-    assert lines[0] == "Plan of a linen model: 24 of 25 sites quantized"
+    assert lines[0] == "Plan of a Linen model: 24 of 25 sites quantized"
 
 
 def test_narrower_than_sixty_is_sixty():

@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 
 from fewbit._plan import Plan
+from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError, is_stored
 from fewbit.models import nnx_calls
 from fewbit.models.nnx_scopes import (
@@ -23,7 +24,6 @@ from fewbit.models.nnx_scopes import (
 )
 from fewbit.models.planning import plan_runs
 from fewbit.params import quantize_leaf
-from fewbit.planner import PlanError
 from fewbit.qarray import QArray, WithAux
 
 nnx.register_data_type(QArray)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fewbit._plan import Plan
+from fewbit.decisions import Leaf, Request, decide
 from fewbit.engine import Runner
-from fewbit.planner import Leaf, Request, decide, make_plan
+from fewbit.planner import make_plan
 
 
 def plan_runs(

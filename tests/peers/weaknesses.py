@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
-
+from jax.sharding import AxisType, PartitionSpec
 from peers.cases import numbers
 
 INT8 = dict(weight_qtype="int8", act_qtype="int8")
@@ -131,15 +130,22 @@ class Matmul(nn.Module):
         return x @ self.param("w", nn.initializers.lecun_normal(), (x.shape[-1], self.width))
 
 
+class Scores(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(24)(x)
+        return h @ h.T
+
+
 def plain_product_after_a_quantized_model(library):
-    """The error of `x @ w` by itself, once a model with a product of the same shapes has run."""
+    """The error of `x @ y` by itself, once a model with a product of the same shapes has run."""
+    x, h = numbers((5, 40), 12), numbers((5, 24), 13)
+    _, quantized, apply = linen(library, Scores(), x, INT8)
     jax.clear_caches()
-    x, w = numbers((5, 40), 12), numbers((40, 24), 13)
-    _, quantized, apply = linen(library, Matmul(), x, INT8)
     apply(quantized, x)
-    poisoned = x @ w
+    found = h @ h.T
     jax.clear_caches()
-    return error(poisoned, x @ w)
+    return error(found, h @ h.T)
 
 
 def quantized_model_after_a_plain_product(library):
@@ -235,10 +241,12 @@ def gradient_of_the_input(library):
 def square_weight_and_square_input(library):
     """Quantized training where there is such a mode, else quantization after training."""
     model, x = nn.Dense(16), numbers((16, 16), 20)
-    if not hasattr(library, "QtProvider"):
-        return linen_outcome(library, model, x)
     rules = [library.QuantizationRule(module_path=".*", **INT8)]
-    qt = library.quantize_model(model, library.QtProvider(rules))
+    try:
+        training = library.QtProvider(rules)
+    except NotImplementedError:
+        return linen_outcome(library, model, x)
+    qt = library.quantize_model(model, training)
     params = model.init(jax.random.key(0), x)
     return {"error": error(qt.apply(params, x), model.apply(params, x))}
 
@@ -260,16 +268,17 @@ class NnxCast(NnxMatmul):
 
 
 class NnxNotSelf(nnx.Module):
-    def __init__(this):  # noqa: N805
+    def __init__(this):
         this.w = nnx.Param(numbers((40, 24), 21))
 
-    def __call__(this, x):  # noqa: N805
+    def __call__(this, x):
         return jnp.dot(x, this.w[...])
 
 
 class NnxShardMap(NnxMatmul):
     def __call__(self, x):
-        mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        spec = PartitionSpec("data")
         run = jax.shard_map(
             jnp.dot, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
         )
