@@ -7,8 +7,11 @@ import re
 
 import pytest
 
+from fewbit.numerics import FORMATS, bits_per_weight
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+FORMATS_PAGE = (ROOT / "docs/formats.md").read_text()
 BLOCK = re.compile(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", re.DOTALL)
 
 
@@ -33,3 +36,12 @@ def test_code_on_the_page_runs_and_prints_what_it_says(page, monkeypatch):
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_table_of_formats_is_the_library_s():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)` \|.*\| ([\d.]+)[^|]*\|$", FORMATS_PAGE, re.M)
+    groups = {name: row.tile or 32 for name, row in FORMATS.items()}
+    assert rows == [
+        (name, str(row.bits), str(row.storage), f"{bits_per_weight(name, groups[name]):g}")
+        for name, row in FORMATS.items()
+    ]
