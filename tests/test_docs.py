@@ -39,7 +39,8 @@ def test_links_to_files_lead_somewhere(page):
 
 
 def test_the_table_of_formats_is_the_library_s():
-    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| `(\w+)` \|.*\| ([\d.]+)[^|]*\|$", FORMATS_PAGE, re.M)
+    pattern = r"^\| `(\w+)` \| (\d+) \| `(\w+)` \|.*\| ([\d.]+)[^|]*\|$"
+    rows = re.findall(pattern, FORMATS_PAGE, re.M)
     groups = {name: row.tile or 32 for name, row in FORMATS.items()}
     assert rows == [
         (name, str(row.bits), str(row.storage), f"{bits_per_weight(name, groups[name]):g}")
