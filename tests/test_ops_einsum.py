@@ -10,13 +10,24 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from fewbit.ops import einsum, einsum_how
-from fewbit.qarray import dequantize, quantize, quantize_with
+from fewbit.qarray import HowToQuantize, dequantize, quantize, quantize_with
 from tests.oracles import products
-from tests.oracles.products import FLOAT32_SUM, random_codes, relative_mae, values, worst
+from tests.oracles.products import (
+    FLOAT32_SUM,
+    drawn,
+    normal,
+    random_codes,
+    relative_mae,
+    values,
+    worst,
+)
+
+SHARED = HowToQuantize(qtype="int8")
+SHIFTED = HowToQuantize(qtype="int8", calibration_method="minmax")
 
 
-def normal(seed, shape, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+def per_value(qtype, shape):
+    return HowToQuantize(qtype=qtype, channelwise_axes=tuple(range(len(shape))))
 
 
 CASES = [
@@ -50,7 +61,9 @@ def test_shape_and_value(subscripts, shapes):
     last = len(shapes) - 1
     variants = []
     for chosen, qtype in (({*range(last + 1)}, "int8"), ({0}, "int8"), ({last}, "nf4")):
-        operands = [random_codes(shape, (), qtype) for shape in shapes]
+        operands = [
+            random_codes(shape, per_value(qtype, shape), i) for i, shape in enumerate(shapes)
+        ]
         variants.append(
             [q if i in chosen else values(q).astype("f4") for i, q in enumerate(operands)]
         )
@@ -60,7 +73,7 @@ def test_shape_and_value(subscripts, shapes):
 
 
 def test_interleaved_spelling():
-    x, w = normal(0, (4, 8)), quantize(normal(1, (8, 3)), "int8")
+    x, w = normal(0, (4, 8)), random_codes((8, 3), SHARED, 1)
     expected = einsum("ab,bc->ca", x, w)
     np.testing.assert_array_equal(einsum(x, [0, 1], w, [1, 2], [2, 0]), expected)
     np.testing.assert_array_equal(einsum(x, [0, 1], w, [1, 2]), expected.T)
@@ -90,7 +103,7 @@ def einsum_cases(draw):
 def test_any_subscripts(case, quantized, asymmetric):
     subscripts, shapes = case
     operands = [
-        random_codes(shape, range(len(shape)), "int8", asymmetric and i == 0)
+        random_codes(shape, SHIFTED if asymmetric and i == 0 else SHARED, i)
         for i, shape in enumerate(shapes)
     ]
     plain = [values(q).astype("f4") for q in operands]
@@ -104,12 +117,14 @@ def test_any_subscripts(case, quantized, asymmetric):
 
 
 def test_settings_are_honoured():
-    x, w = normal(0, (4, 8), jnp.bfloat16), quantize(normal(1, (8, 3), jnp.bfloat16), "int8")
-    assert einsum("ab,bc->ac", x, w).dtype == jnp.bfloat16
-    assert einsum("ab,bc->ac", x, w, preferred_element_type=jnp.float32).dtype == jnp.float32
+    x, w = normal(0, (4, 8), "bfloat16"), random_codes((8, 3), SHARED, 1, "bfloat16")
+    assert jax.eval_shape(lambda: einsum("ab,bc->ac", x, w)).dtype == jnp.bfloat16
+    wide = jax.eval_shape(lambda: einsum("ab,bc->ac", x, w, preferred_element_type=jnp.float32))
+    assert wide.dtype == jnp.float32
     text = str(jax.make_jaxpr(lambda x: einsum("ab,bc->ac", x, w, precision="highest"))(x))
     assert "HIGHEST" in text
-    assert einsum("ab,bc->ac", normal(0, (4, 8)), w).dtype == jnp.float32
+    x = normal(0, (4, 8))
+    assert jax.eval_shape(lambda: einsum("ab,bc->ac", x, w)).dtype == jnp.float32
     with pytest.raises(TypeError, match="unknown arguments"):
         einsum("ab,bc->ac", x, w, precison="highest")
 
@@ -122,8 +137,8 @@ def test_plain_operands_pass_through():
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_out_sharding_follows_the_transposed_output(kind):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind,) * 2)
-    x = quantize(normal(0, (8, 64)), "int8", channelwise_axes=(0,))
-    w = quantize(normal(1, (64, 16)), "int8", channelwise_axes=(1,))
+    x = random_codes((8, 64), HowToQuantize(qtype="int8", channelwise_axes=(0,)))
+    w = random_codes((64, 16), HowToQuantize(qtype="int8", channelwise_axes=(1,)), 1)
     expected = products.einsum("ab,bc->ca", x, w)
     with jax.set_mesh(mesh):
         codes = jax.device_put(x.qvalue, P("x", None))
@@ -147,40 +162,89 @@ def test_how_uses_each_operands_own_order():
     assert how.channelwise_axes == ()
 
 
-def quantized_pair(subscripts, shapes, lhs_kw, rhs_kw, tile=None, dtype=jnp.bfloat16):
-    floats = [normal(i, shape, dtype) for i, shape in enumerate(shapes)]
-    ndims = tuple(map(len, shapes))
-    operands = []
-    for side, kw in enumerate((lhs_kw, rhs_kw)):
-        if kw is None:
-            operands.append(floats[side])
-            continue
-        how = einsum_how(
-            einsum_str=subscripts, ndims=ndims, for_lhs=side == 0, tile_size=tile, **kw
-        )
-        operands.append(quantize_with(floats[side], how))
-    expected = np.einsum(subscripts, *map(values, floats))
-    return operands, expected
+E4M3 = "float8_e4m3fn"
+# Upper bounds on the error of a bfloat16 matmul against float: activation type, weight type, tile.
+# Both operands, (1024, 4096) and (4096, 32768), are normal(key(42)).
+MATMUL_BOUNDS = [
+    (None, "int8", None, 0.009), (None, "int8", 128, 0.009),
+    ("int8", "int8", None, 0.02), ("int8", "int8", 128, 0.02),
+    (None, "int4", None, 0.12), (None, "int4", 128, 0.11),
+    ("int8", "int4", None, 0.12), ("int8", "int4", 128, 0.11),
+    ("int4", "int4", None, 0.17), ("int4", "int4", 128, 0.16),
+    (None, E4M3, None, 0.03), (E4M3, E4M3, None, 0.038), (E4M3, E4M3, 1 / 32, 0.038),
+    ("nf4", "nf4", 128, 0.14),
+]  # fmt: skip
 
 
-INT8 = dict(qtype="int8")
-MINMAX = dict(qtype="int8", calibration_method="minmax")
+def quantized(subscripts, shapes, x, w, tile, lhs_type, rhs_type, method="absmax"):
+    common = dict(einsum_str=subscripts, ndims=tuple(map(len, shapes)), tile_size=tile)
+    if lhs_type is not None:
+        how = einsum_how(**common, for_lhs=True, qtype=lhs_type, calibration_method=method)
+        x = quantize_with(x, how)
+    return x, quantize_with(w, einsum_how(**common, for_lhs=False, qtype=rhs_type))
 
 
-@pytest.mark.parametrize("subscripts,shapes,lhs,rhs,tile,bound", [
-    ("btnh,nhd->btd", [(4, 8, 8, 32), (8, 32, 64)], INT8, INT8, None, 0.011),
-    ("...ab,...bc->...ac", [(2, 16, 32), (2, 32, 16)], INT8, INT8, None, 0.009),
-    ("...ab,bc->...ac", [(2, 16, 32), (32, 16)], INT8, INT8, None, 0.009),
-    ("ab,bc->ac", [(64, 256), (256, 64)], MINMAX, INT8, None, 0.015),
-    ("ab,bc->ac", [(64, 512), (512, 64)], MINMAX, INT8, 1 / 4, 0.010),
-    ("ab,bc->ac", [(64, 256), (256, 64)], dict(qtype="nf4"), dict(qtype="nf4"), 1 / 4, 0.14),
-])  # fmt: skip
-def test_upper_bounds_against_float(subscripts, shapes, lhs, rhs, tile, bound):
-    operands, expected = quantized_pair(subscripts, shapes, lhs, rhs, tile, jnp.float32)
-    assert relative_mae(einsum(subscripts, *operands), expected) < bound
+@pytest.fixture(scope="module", params=["block", pytest.param("whole", marks=pytest.mark.long)])
+def matmul_problem(request):
+    """Operands and float result: of the whole problem, or of every 16th row and 32nd column.
+
+    An entry of the result depends on one row of x, one column of w and their own scales. The block
+    keeps these as they are, contraction and all, so its errors are a sample of the whole's.
+    """
+    x, w = drawn((1024, 4096), "bfloat16"), drawn((4096, 32768), "bfloat16")
+    if request.param == "block":
+        x, w = x[::16], w[:, ::32]
+    x, w = jnp.asarray(x), jnp.asarray(w)
+    return x, w, jnp.einsum("ab,bc->ac", x, w)
+
+
+@pytest.mark.parametrize("act,weight,tile,bound", MATMUL_BOUNDS)
+def test_upper_bounds_of_a_matmul(matmul_problem, act, weight, tile, bound):
+    x, w, exact = matmul_problem
+    qx, qw = quantized("ab,bc->ac", (x.shape, w.shape), x, w, tile, act, weight)
+    out = jax.jit(lambda x, w: einsum("ab,bc->ac", x, w))(qx, qw)
+    assert out.dtype == exact.dtype
+    assert relative_mae(out, exact) <= bound
+
+
+# The same for other subscripts, each with its own problem: both operands are normal(key(42)) in
+# bfloat16, plus one for an asymmetric lhs.
+THREE = ((10, 256, 16), (256, 16, 128))
+BOUNDS = {
+    "two contracted": ("a b c, b c d -> a d", THREE, "int8", "absmax", None, 0.011),
+    "ellipsis on both": ("...ab,...bc->...ac", ((10, 256, 16), (10, 16, 128)), "int8", "absmax",
+                         None, 0.009),
+    "ellipsis on lhs": ("...ab,bc->...ac", ((10, 256, 16), (16, 128)), "int8", "absmax", None,
+                        0.009),
+    "asymmetric": ("abc,bcd->acd", THREE, "int8", "minmax", None, 0.015),
+    "asymmetric tiled": ("abc,bcd->acd", THREE, "int8", "minmax", 1 / 4, 0.010),
+    "nf4 tiled": ("abc,bcd->acd", THREE, "nf4", "absmax", 1 / 4, 0.14),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_upper_bounds_against_float(name):
+    subscripts, shapes, qtype, method, tile, bound = BOUNDS[name]
+    x, w = (drawn(shape, "bfloat16") for shape in shapes)
+    x = x + jnp.bfloat16(method == "minmax")
+    qx, qw = quantized(subscripts, shapes, x, w, tile, qtype, qtype, method)
+
+    @jax.jit
+    def run(x, w, qx, qw):
+        return einsum(subscripts, qx, qw), jnp.einsum(subscripts, x, w)
+
+    out, exact = run(x, w, qx, qw)
+    assert out.dtype == exact.dtype
+    assert relative_mae(out, exact) <= bound
+
+
+def test_problems_are_the_draws_they_are_said_to_be():
+    expected = jax.random.normal(jax.random.key(42), (10, 16, 128), jnp.bfloat16)
+    np.testing.assert_array_equal(drawn((10, 16, 128), "bfloat16"), expected)
 
 
 def test_fake_quantized_equals_quantized():
-    operands, _ = quantized_pair("ab,bc->ac", [(64, 256), (256, 64)], INT8, INT8, None, jnp.float32)
-    fake = jnp.einsum("ab,bc->ac", *map(dequantize, operands))
-    assert relative_mae(einsum("ab,bc->ac", *operands), fake) <= 1e-6
+    x = drawn((512, 512), "float32")
+    q = quantize(x, "int8")
+    fake = jnp.einsum("ab,bc->ac", dequantize(q), dequantize(q), precision="highest")
+    assert relative_mae(einsum("ab,bc->ac", q, q), fake) <= 1e-6

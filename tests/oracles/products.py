@@ -1,12 +1,16 @@
 """Slow, obvious float64 products of dequantized operands, and the tolerances they are held to."""
 
+import functools
 import itertools
 import string
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fewbit.numerics import format_of, get_nf4_buckets
-from fewbit.qarray import QArray
+from fewbit.qarray import QArray, get_scale_shape, get_tile_shape
+from fewbit.tiling import uneven_tiles
 
 # Errors are divided by the sum of |terms| of each entry, so cancellation does not count.
 FLOAT32_SUM = 2e-6  # a float32 product of float32 operands, or exact codes scaled in float32
@@ -38,16 +42,65 @@ def _spread(part, q):
     return part
 
 
-def random_codes(shape, summed, qtype, asymmetric=False):
-    """A QArray of random codes, with a scale per index of every axis that is not summed."""
-    rng = np.random.default_rng(shape + (len(summed),))
-    row = format_of(qtype)
-    top = 15 if row.kind == "table" else 100
-    codes = rng.integers(0 if row.kind == "table" else -top, top, shape)
-    per_index = tuple(1 if axis in summed else size for axis, size in enumerate(shape))
-    zero_point = rng.integers(-50, 50, per_index).astype(row.storage) if asymmetric else None
-    scale = rng.uniform(0.5, 2.0, per_index).astype(np.float32)
-    return QArray(codes.astype(row.storage), scale, zero_point, qtype=qtype)
+def normal(seed, shape, dtype="float32"):
+    """Standard normal values; drawn by NumPy, so that no shape costs a compilation."""
+    drawn = np.random.default_rng(seed).standard_normal(shape)
+    return jnp.asarray(drawn.astype(jnp.dtype(dtype)))
+
+
+def drawn(shape, dtype, draws=0, sample="normal"):
+    """`jax.random` values of the shape from key(42), or from the key its n-th split put aside.
+
+    One long draw serves every shape, because entry i of a draw depends on the key and on i alone;
+    a compilation per shape would cost seconds.
+    """
+    size = np.prod(shape, dtype=np.int64)
+    length = 2**20 if size <= 2**20 else 2**26 if size <= 2**26 else 2**27
+    return _stream(length, jnp.dtype(dtype).name, draws, sample)[:size].reshape(shape)
+
+
+@functools.lru_cache(maxsize=4)
+def _stream(length, dtype, draws, sample):
+    assert jax.config.jax_threefry_partitionable
+    key = used = jax.random.key(42)
+    for _ in range(draws):
+        key, used = jax.random.split(key)
+    return np.asarray(getattr(jax.random, sample)(used, (length,), dtype))
+
+
+def random_codes(shape, how, seed=0, dtype="float32"):
+    """A QArray laid out as `how` says, of random codes and of random scales.
+
+    Unlike the scales of normal values these differ by up to a factor of four, so a scale that is
+    taken from the wrong place shows.
+    """
+    rng, row = np.random.default_rng(seed), format_of(how.qtype)
+    if row.kind == "sign":
+        codes = rng.choice([-1, 1], shape)
+    elif row.kind == "float":
+        top = min(row.bound, 448.0)
+        codes = np.clip(rng.standard_normal(shape) * top / 3, -top, top)
+    else:
+        low, high = row.asymmetric or (0, 15)
+        codes = rng.integers(low, high + 1, shape)
+    tiles, sizes = get_tile_shape(shape, how), get_scale_shape(shape, how)
+    scale, zero_point, tensor_scale = rng.uniform(0.5, 2.0, sizes), None, None
+    if row.scale_dtype == "float8_e8m0fnu":
+        scale = 2.0 ** rng.integers(-2, 3, sizes)
+    if row.name == "nvfp4":
+        tensor_scale = np.full((1,) * len(shape), 0.25, np.float32)
+    if how.calibration_method == "minmax":
+        zero_point = rng.integers(low, high + 1, sizes).astype(row.storage)
+    scale_dtype = row.scale_dtype or how.scale_dtype or dtype
+    return QArray(
+        codes.astype(row.storage),
+        scale.astype(jnp.dtype(scale_dtype)),
+        zero_point,
+        how.qtype,
+        tensor_scale=tensor_scale,
+        dtype=dtype,
+        tiles=uneven_tiles(shape, sizes, tiles),
+    )
 
 
 def dot_general(lhs, rhs, dimension_numbers):
@@ -129,6 +182,7 @@ def worst(actual, expected):
 
 def relative_mae(actual, expected):
     """mean|a-b| / mean|b|, the measure the upper bounds are written in."""
-    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     assert actual.shape == expected.shape
-    return float(np.abs(actual - expected).mean() / np.abs(expected).mean())
+    actual, expected = (np.asarray(x).astype(np.float32) for x in (actual, expected))
+    error = np.abs(actual - expected).mean(dtype=np.float64)
+    return float(error / np.abs(expected).mean(dtype=np.float64))
