@@ -44,11 +44,6 @@ def quantized(model: nnx.Module, rules, example: jax.Array) -> nnx.Module:
     return smaller
 
 
-def stored_bytes(model: nnx.Module) -> int:
-    """Bytes of every parameter as it lies in memory, biases and scales included."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
-
-
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of text as aligned columns, the first row being the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -63,15 +58,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def measure(model: nnx.Module, data: Digits) -> list[list[str]]:
     """One row per format: bytes, bits per weight, accuracy, and agreement with the float model."""
     name = type(model).__name__
-    weights = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     float_says = predict(model, data.test_images)
 
     def row(label: str, stored: nnx.Module) -> list[str]:
         says = predict(stored, data.test_images)
-        size = stored_bytes(stored)
+        kept = fewbit.report(stored)
         accuracy, agreement = np.mean(says == data.test_labels), np.mean(says == float_says)
-        bits = f"{8 * size / weights:.2f}"
-        return [name, label, f"{size:,}", bits, f"{accuracy:.2%}", f"{agreement:.2%}"]
+        bits = f"{kept.bits_per_weight or 32:.2f}"
+        return [name, label, f"{kept.bytes:,}", bits, f"{accuracy:.2%}", f"{agreement:.2%}"]
 
     rows = [row("float32", model)]
     example = jnp.asarray(data.test_images[:1])
