@@ -57,7 +57,8 @@ def _why(plan: Plan, rule: QuantizationRule) -> str:
     text = ""
     unknown = [name for name in rule.op_names if name not in ops]
     if unknown:
-        near = get_close_matches(unknown[0], [*ops, *OP_NAMES], 1, 0.3)
+        others = [op for op in (*ops, *OP_NAMES) if op != unknown[0]]
+        near = [] if unknown[0] in OP_NAMES else get_close_matches(unknown[0], others, 1, 0.3)
         hint = f" The nearest is {near[0]!r}." if near else ""
         text += f" No op is called {unknown[0]!r} here (there are: {', '.join(ops)}).{hint}"
     if not any(rule.matches(path, op) for path in paths for op in (rule.op_names or ops)):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewbit._plan_messages import Complaint, PlanError
-from fewbit.numerics import qtype_name, should_quantize
+from fewbit.numerics import format_of, qtype_name, should_quantize
 from fewbit.ops import granularity
 from fewbit.provenance import Changed, Constant, Origin, TileDoesNotFit, leaf_granularity
 from fewbit.qarray import HowToQuantize
@@ -65,7 +65,8 @@ def _decide(ts: TracedSite, index: int | None, rule: QuantizationRule | None) ->
     if rule is None:
         return Decision(None, None, "no rule matches")
     if rule.switched_off:
-        return Decision(index, None, f"rule {index} switches it off")
+        unused = "" if rule.act_qtype is None else ": without weight_qtype its act_qtype is unused"
+        return Decision(index, None, f"rule {index} switches it off{unused}")
     if ts.where.backward:
         return Decision(index, None, f"backward of {ts.site.path or 'the model'}: stays float")
     if not all(should_quantize(info.dtype) for info in (ts.site.lhs, ts.site.rhs)):
@@ -73,17 +74,19 @@ def _decide(ts: TracedSite, index: int | None, rule: QuantizationRule | None) ->
     if ts.site.op == "ragged_dot" and not is_plain_ragged(ts.eqn):
         return Decision(index, None, "ragged product of another form than rows by groups")
     if weight_operand(ts) is None and rule.act_qtype is None:
-        return Decision(index, None, _why_no_weight(ts))
+        reason = why_no_weight(ts) or "product of two activations; the rule is weight-only"
+        return Decision(index, None, reason)
     return Decision(index, rule)
 
 
-def _why_no_weight(ts: TracedSite) -> str:
+def why_no_weight(ts: TracedSite) -> str | None:
+    """Why what looks like a weight is none that could be stored; None if both are activations."""
     for source in reversed(ts.sources):
         if isinstance(source, Changed):
             return f"weight {source.leaf} is changed by {source.primitive} before the product"
     if any(isinstance(s, Constant) for s in ts.sources):
         return "weight is a constant of the function; pass it as a parameter"
-    return "product of two activations; the rule is weight-only"
+    return None
 
 
 def _decide_look_up(
@@ -169,12 +172,23 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
                 )
         channelwise, tiles = leaf_granularity(origin, local.channelwise_axes, tiled)
     except ValueError as error:
-        raise PlanError(
-            f"{place}: {error} The rule is {rule!r}. Give this path a rule of its own with a "
-            f"tile_size that fits (or None), before the general one."
-        ) from error
+        raise PlanError(f"{place}: {error} The rule is {rule!r}. {_other_rule(rule)}") from error
     how = HowToQuantize(channelwise_axes=channelwise, tiled_axes=tiles, **fields)
     return Request(origin.leaf, how, ts, rule)
+
+
+def _other_rule(rule: QuantizationRule) -> str:
+    own = format_of(rule.weight_qtype).tile
+    if own is not None:  # tile_size cannot help: the format has one tile
+        return (
+            f"{qtype_name(rule.weight_qtype)} is always in tiles of {own}: give this path another "
+            "format in a rule of its own before this one, or keep it float with "
+            "QuantizationRule(module_path=...)."
+        )
+    return (
+        "Give this path a rule of its own with a tile_size that fits (or None), before the general "
+        "one."
+    )
 
 
 def storage(

@@ -38,6 +38,11 @@ _MSG_OTHER_TYPE = (
     "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the "
     "float parameters with these rules, or run the model with the rules they were quantized by."
 )
+_MSG_NO_RULE = (
+    "Parameter '{leaf}' is stored as {stored}, but no rule of this provider matches {site}, so it "
+    "would be read dequantized. Run the model with the rules its parameters were quantized by "
+    "(this one by {was!r}), or make the provider with strict=False."
+)
 _MSG_KEPT_FLOAT = (
     "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with "
     "the rules its parameters were quantized by, or give it the float parameter: "
@@ -216,17 +221,16 @@ class Runner:
                         leaf=leaf, stored=qtype, wanted=wanted.how.qtype, site=site
                     )
                 )
-        for ts in traced.program.sites:
+        for ts in traced.program.sites if self.provider.strict else ():
             read, index = ts.site.weight, decisions[ts.site.id].rule_index
-            if read not in stored or read in requests or index is None or not self.provider.strict:
+            if read is None or read not in stored or read in requests or ts.site.op == "take":
+                continue  # a table stored for another method's logits is read as it is
+            rule = None if index is None else self.provider.rules[index]
+            if rule is not None and not rule.switched_off:
                 continue
-            rule = self.provider.rules[index]
-            if rule.switched_off:
-                raise ValueError(
-                    _MSG_KEPT_FLOAT.format(
-                        leaf=read, stored=stored[read].array.qtype, site=ts.site.id, rule=rule
-                    )
-                )
+            message, weight = _MSG_NO_RULE if rule is None else _MSG_KEPT_FLOAT, stored[read]
+            kept = dict(leaf=read, stored=weight.array.qtype, site=ts.site.id)
+            raise ValueError(message.format(**kept, rule=rule, was=weight.rule))
 
     def observe(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]

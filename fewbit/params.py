@@ -4,6 +4,7 @@ No model is run. A subtree works as well as the whole, so weights can be streame
 leaf depends on that leaf alone.
 """
 
+import warnings
 from difflib import get_close_matches
 from itertools import permutations
 from math import prod
@@ -83,6 +84,8 @@ def quantize_params(
     def leaf(keypath, value):
         path = _path(keypath)
         seen.append(path)
+        if path not in template.leaves and not hasattr(value, "shape") and not _is_box(value):
+            return value  # a function or a number among the parameters, as Equinox modules have
         found = template.leaf(path)
         if found is None:
             return value
@@ -232,7 +235,22 @@ def _quantized(
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
     else:
         q = _quantize_leaf(jnp.asarray(array), how)
+        _check_scales(q, path)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
+
+
+def _check_scales(q: QArray, path: str) -> None:
+    """float16 holds scales from 6e-5 to 65504; beyond, a scale is clamped and accuracy is lost."""
+    if q.scale.dtype != jnp.float16 or isinstance(q.scale, jax.core.Tracer):
+        return
+    info = jnp.finfo(jnp.float16)
+    clamped = int(jnp.sum((q.scale <= float(info.tiny)) | (q.scale >= float(info.max))))
+    if clamped:
+        warnings.warn(
+            f"{path}: {clamped} of {q.scale.size} scales do not fit float16 and were clamped, "
+            "which costs accuracy. Use scale_dtype='bfloat16' or 'float32' in the rule for it.",
+            stacklevel=5,
+        )
 
 
 def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:

@@ -22,6 +22,7 @@ from fewbit.decisions import (
     granularity_text,
     storage,
     weight_operand,
+    why_no_weight,
 )
 from fewbit.numerics import qtype_name
 from fewbit.rules import QuantizationRule
@@ -146,8 +147,13 @@ def _row(
         granularity=text,
         runs_on=_runs_on(ts, ran.get(site.id)),
         reason=None,
-        notes=() if stored else ("product of two activations",),
+        notes=() if stored else (_what_it_is(ts),),
     )
+
+
+def _what_it_is(ts: TracedSite) -> str:
+    why = why_no_weight(ts)
+    return f"{why}: quantized on the fly, not stored" if why else "product of two activations"
 
 
 def _runs_on(ts: TracedSite, what: str | None) -> str:

@@ -97,10 +97,10 @@ def leaf_granularity(
         for atom in reversed(atoms):
             what: str | int = "C" if local in channelwise else "S"
             if left is not None:
-                if left >= atom.size and left % atom.size == 0:
+                if left > atom.size and left % atom.size == 0:
                     left //= atom.size
                     what = "S"
-                elif left < atom.size and (atom.size % left == 0 or len(atoms) == 1):
+                elif left <= atom.size and (atom.size % left == 0 or len(atoms) == 1):
                     what, left = (left if left > 1 else "C"), 1
                 else:
                     raise TileDoesNotFit(
@@ -132,10 +132,11 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
     tile, rest = 1, list(pieces)
     while rest and rest[0][2] == "S":
         tile *= rest.pop(0)[1]
-    cut = rest[0][2] if rest else None
+    cut = rest[0][2] if rest and isinstance(rest[0][2], int) else None
     if isinstance(cut, int):
         tile *= cut
         rest.pop(0)
     if all(what == "C" for _, _, what in rest) and tile > 1:
-        return tile if tile < size else "S"
+        # A tile as long as its axis is said all the same: some formats are nothing without tiles.
+        return tile if tile < size or cut is not None else "S"
     return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes

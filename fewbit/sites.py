@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from fewbit import current, jaxprs
+from fewbit._plan_messages import PlanError
 from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.trace import TracedSite, product_letters
@@ -44,7 +45,10 @@ class SiteRunner:
         method = getattr(self.provider, _METHODS[site.op])
         here = current.CurrentSite(site, rule, self.reporter(site.id, method))
         with current.at_site(here), jax.named_scope(site.path or site.op):
-            return _CALLS[site.op](method, ts.eqn, operands)
+            try:
+                return _CALLS[site.op](method, ts.eqn, operands)
+            except ValueError as error:
+                raise PlanError(f"{site.id}: {error} The rule is {rule!r}.") from error
 
     def reporter(self, site_id: str, method: Callable[..., Any]) -> Callable[[str], None]:
         """Where the op says what ran it; a user's own method is named with it."""

@@ -578,3 +578,94 @@ def test_plans_need_inputs():
         fewbit.quantize_model(NnxOuter(nnx.Rngs(0)), PtqProvider(W8))
     with says(ValueError, "Model inputs must not be provided for linen models.", "quantize_params"):
         fewbit.quantize_model(LinenOuter(), PtqProvider(W8), X)
+
+
+# --- slips that people make ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qtype,size", [("mxfp4", 32), ("mxfp8", 32), ("nvfp4", 16)])
+def test_a_format_with_its_own_tile_on_an_axis_just_that_long(qtype, size):
+    params = {"w": jax.random.normal(jax.random.key(0), (size, 8))}
+    x = jnp.ones((2, size))
+    plan = fewbit.plan(lambda p, x: x @ p["w"], [QuantizationRule(weight_qtype=qtype)], params, x)
+    assert plan.sites[0].granularity == f"tile {size}"
+    assert fewbit.quantize_params(params, plan)["w"].array.scale.shape == (1, 8)
+
+
+def test_a_format_with_its_own_tile_where_it_cannot_fit():
+    params, x = {"w": jnp.ones((16, 8))}, jnp.ones((2, 16))
+    with pytest.raises(fewbit.PlanError, match="always in tiles of 32: give this path another"):
+        fewbit.plan(lambda p, x: x @ p["w"], [QuantizationRule(weight_qtype="mxfp4")], params, x)
+
+
+def test_stored_parameters_that_no_rule_reaches():
+    f = lambda p, x: x @ p["w"]  # noqa: E731
+    params, x = {"w": jnp.eye(4)}, jnp.ones((2, 4))
+    rules = [QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    stored = fewbit.quantize_params(params, fewbit.plan(f, rules, params, x))
+    typo = [QuantizationRule(module_path="W", weight_qtype="int8", act_qtype="int8")]
+    with pytest.raises(ValueError, match="no rule of this provider matches w:dot_general0"):
+        fewbit.quantize_model(f, fewbit.PtqProvider(typo))(stored, x)
+    fewbit.quantize_model(f, fewbit.PtqProvider(typo, strict=False))(stored, x)
+
+
+def test_float16_scales_that_do_not_fit_are_told():
+    f = lambda p, x: x @ p["w"]  # noqa: E731
+    params, x = {"w": jnp.full((32, 4), 1e-6)}, jnp.ones((2, 32))
+    rules = [QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16")]
+    plan = fewbit.plan(f, rules, params, x)
+    with pytest.warns(UserWarning, match="w: 4 of 4 scales do not fit float16"):
+        fewbit.quantize_params(params, plan)
+
+
+def test_a_weight_that_cannot_be_stored_is_said_where_it_is_quantized_on_the_fly():
+    params, x = {"w": jnp.eye(4)}, jnp.ones((2, 4))
+    rules = [QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    plan = fewbit.plan(lambda p, x: x @ (p["w"] / 2), rules, params, x)
+    assert plan.sites[0].notes == (
+        "weight w is changed by div before the product: quantized on the fly, not stored",
+    )
+
+
+def test_a_callable_that_holds_its_parameters():
+    import equinox as eqx
+
+    model = eqx.nn.Linear(4, 2, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="holds its parameters itself, as a pytree"):
+        fewbit.plan(model, [QuantizationRule(weight_qtype="int8")], jnp.ones(4))
+
+
+def test_leaves_that_are_no_arrays_go_through():
+    params, x = {"w": jnp.eye(4), "activation": jnp.tanh, "steps": 3}, jnp.ones((2, 4))
+    f = lambda p, x: p["activation"](x @ p["w"]) * p["steps"]  # noqa: E731
+    rules = [QuantizationRule(weight_qtype="int8")]
+    stored = fewbit.quantize_params(params, fewbit.plan(f, rules, params, x))
+    assert stored["steps"] == 3 and stored["activation"] is jnp.tanh
+    assert fewbit.quantize_model(f, fewbit.PtqProvider(rules))(stored, x).shape == (2, 4)
+
+
+def test_two_asymmetric_operands_name_the_site_and_the_rule():
+    method = dict(weight_calibration_method="minmax", act_calibration_method="minmax")
+    rules = [QuantizationRule(weight_qtype="int8", act_qtype="int8", **method)]
+    with pytest.raises(
+        fewbit.PlanError, match=r"w:dot_general0: Only one operand can be.*The rule"
+    ):
+        fewbit.plan(lambda p, x: x @ p["w"], rules, {"w": jnp.eye(4)}, jnp.ones((2, 4)))
+
+
+def test_an_op_that_exists_but_not_in_this_model():
+    rules = [QuantizationRule(weight_qtype="int8", op_names=("einsum",))]
+    with pytest.raises(fewbit.PlanError) as caught:
+        fewbit.plan(lambda p, x: x @ p["w"], rules, {"w": jnp.eye(4)}, jnp.ones((2, 4)))
+    assert "No op is called 'einsum' here (there are: dot_general)." in str(caught.value)
+    assert "The nearest is 'einsum'" not in str(caught.value)
+
+
+def test_a_linen_model_is_planned_without_its_variables():
+    import flax.linen as nn
+
+    variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 4)))
+    with pytest.raises(ValueError, match="planned without its variables"):
+        fewbit.plan(
+            nn.Dense(2), [QuantizationRule(weight_qtype="int8")], variables, jnp.ones((1, 4))
+        )

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from fewbit._plan import Plan
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.ptq import PtqProvider
@@ -23,6 +25,12 @@ _MSG_TYPE = (
     "function f(params, *args).{fix}"
 )
 
+_MSG_HOLDS_PARAMS = (
+    "This {name} holds its parameters itself, as a pytree. Make it the first argument of a "
+    "function and pass it as the parameters: f = lambda model, x: model(x), then "
+    "fewbit.plan(f, rules, model, x) and fewbit.quantize_params(model, plan)."
+)
+
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 
@@ -36,6 +44,8 @@ def front_end(model: Any) -> Any:
     if keras is not None and isinstance(model, keras.Model):
         raise NotImplementedError(_MSG_KERAS.format(name=type(model).__name__))
     if callable(model) and not isinstance(model, type):
+        if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model)):
+            raise ValueError(_MSG_HOLDS_PARAMS.format(name=type(model).__name__))
         return importlib.import_module("fewbit.models.function")
     if isinstance(model, type):
         fix = f" Pass an instance: {model.__name__}(...)."

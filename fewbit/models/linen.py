@@ -68,6 +68,11 @@ def plan(
     **kwargs: Any,
 ) -> Plan:
     """The plan of a Linen module on these inputs; no parameters needed."""
+    if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
+        raise ValueError(
+            "A Linen model is planned without its variables: fewbit.plan(model, rules, x). Only a "
+            "plain function takes its parameters first."
+        )
     twin = float_twin(module)
     dynamic, call = split_call((inputs, kwargs), lambda key: None)
 
