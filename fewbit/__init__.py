@@ -16,6 +16,7 @@ Imports go downwards only: formats and arrays, ops, rules, trace/plan/interpret,
 framework is imported until a model of its kind is seen.
 """
 
+from fewbit import kernels as kernels
 from fewbit._plan import Plan as Plan
 from fewbit._plan import Site as Site
 from fewbit._plan_messages import PlanError as PlanError

@@ -152,3 +152,9 @@ def test_many_threads_may_ask_first():
         parts = list(pool.map(lambda _: _native.native_part(), range(32)))
     assert len({id(part) for part in parts}) == 1
     assert parts[0].missing is None or not kernels.native_available()
+
+
+def test_import_fewbit_is_enough_to_ask_about_kernels():
+    code = "import fewbit; print(fewbit.kernels.info())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "native kernels:" in done.stdout
