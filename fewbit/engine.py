@@ -140,9 +140,7 @@ class Runner:
             for path, view in zip(paths, views, strict=True)
         ]
         out_tree = jax.tree.structure(traced.out_info)
-        program = analyse(
-            traced.jaxpr, leaves, method=self.method, site_path=self.site_path, out_tree=out_tree
-        )
+        program = analyse(traced.jaxpr, leaves, method=self.method, site_path=self.site_path)
         return Traced(
             program,
             [as_value(value, path) for path, (_, value) in zip(paths, flat, strict=True)],

@@ -31,7 +31,6 @@ class TracedSite:
     eqn: Eqn
     sources: tuple[Source, ...]
     where: Where
-    in_vmap: bool = False
 
 
 @dataclass(eq=False)
@@ -53,23 +52,12 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A parameter leaf read by something other than layout or a Site."""
-
-    leaf: str
-    primitive: str
-    path: str
-
-
-@dataclass(frozen=True)
 class Program:
     """A traced model: the Node tree, its Sites in order, and what the planner must mention."""
 
     root: Node
     sites: tuple[TracedSite, ...]
-    readers: tuple[Reader, ...]
     opaque: tuple[str, ...]
-    out_tree: Any
 
 
 def analyse(
@@ -78,7 +66,6 @@ def analyse(
     *,
     method: str = "__call__",
     site_path: str = "module",
-    out_tree: Any = None,
 ) -> Program:
     """Find the Sites of a closed jaxpr.
 
@@ -89,13 +76,7 @@ def analyse(
     walk = _Walk(method, site_path)
     sources: list[Source] = [Origin.of_leaf(*leaf) if leaf else None for leaf in leaves]
     node, _ = walk.body(closed, sources, "", 1)
-    return Program(
-        node,
-        tuple(node.walk_sites()),
-        tuple(dict.fromkeys(walk.readers)),
-        tuple(walk.opaque),
-        out_tree,
-    )
+    return Program(node, tuple(node.walk_sites()), tuple(walk.opaque))
 
 
 class _Walk:
@@ -104,7 +85,6 @@ class _Walk:
     def __init__(self, method: str, site_path: str):
         self.method, self.site_path = method, site_path
         self.numbers: Counter[tuple[str, str]] = Counter()
-        self.readers: list[Reader] = []
         self.opaque: list[str] = []
 
     def body(
@@ -140,19 +120,15 @@ class _Walk:
             moved = LAYOUT[name](eqn, ins)
             if moved is not None:
                 return moved
-        return self.changed(eqn, ins, stack)
+        return self.changed(eqn, ins)
 
-    def changed(self, eqn: Eqn, ins: list[Source], stack: str) -> Sequence[Source]:
-        """An ordinary equation: remember which leaves it reads, and if its result is all weight."""
-        name = eqn.primitive.name
-        for source in ins:
-            if isinstance(source, Origin):
-                self.readers.append(Reader(source.leaf, name, jaxprs.where(stack).path))
+    def changed(self, eqn: Eqn, ins: list[Source]) -> Sequence[Source]:
+        """An ordinary equation: its result is a changed weight if it reads nothing else."""
         data = [s for s, v in zip(ins, eqn.invars, strict=True) if not jaxprs.is_literal(v)]
         weights = [s for s in data if isinstance(s, Origin | Changed)]
         if weights and all(isinstance(s, Origin | Changed | Constant) for s in data):
             first = weights[0]
-            what = first.primitive if isinstance(first, Changed) else name
+            what = first.primitive if isinstance(first, Changed) else eqn.primitive.name
             return [Changed(first.leaf, what)] * len(eqn.outvars)
         return [None] * len(eqn.outvars)
 
@@ -243,7 +219,7 @@ class _Walk:
             weight_side=None if side is None else ("lhs", "rhs")[side],
             spec=place.einsum or _spec(eqn),
         )
-        return TracedSite(site, eqn, sources, place, "vmap(" in stack)
+        return TracedSite(site, eqn, sources, place)
 
     def path_of(self, place: Where, weight: str | None) -> str:
         if self.site_path == "leaf":
