@@ -26,6 +26,8 @@ from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
 from fewbit.current import get_current_rule as get_current_rule
 from fewbit.engine import UntraceableModelError as UntraceableModelError
+from fewbit.layouts import pack as pack
+from fewbit.layouts import unpack as unpack
 from fewbit.models import plan as plan
 from fewbit.models import quantize_model as quantize_model
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
@@ -43,9 +45,7 @@ from fewbit.qarray import HowToQuantize as HowToQuantize
 from fewbit.qarray import QArray as QArray
 from fewbit.qarray import WithAux as WithAux
 from fewbit.qarray import dequantize as dequantize
-from fewbit.qarray import pack_tree as pack  # noqa: F401 (a public name)
 from fewbit.qarray import quantize as quantize
-from fewbit.qarray import unpack_tree as unpack  # noqa: F401 (a public name)
 from fewbit.reporting import Report as Report
 from fewbit.reporting import report as report
 from fewbit.rules import LoraRule as LoraRule
@@ -55,6 +55,7 @@ from fewbit.rules_io import rules_from_json as rules_from_json
 from fewbit.rules_io import rules_from_yaml as rules_from_yaml
 from fewbit.rules_io import rules_to_json as rules_to_json
 from fewbit.rules_io import rules_to_yaml as rules_to_yaml
+from fewbit.static_scales import QuantizedParams as QuantizedParams
 
 
 def __getattr__(name: str) -> object:

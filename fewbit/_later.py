@@ -61,12 +61,13 @@ LATER = {
     ),
     "QuantStat": Later(
         "hold the activation ranges that calibration saw (an nnx.Variable)",
-        "use dynamic ranges: leave act_static_scale out",
+        "collect ranges with fewbit.calibration.SimpleMovingAverage and give them to "
+        "quantize_params(params, plan, quant_stats)",
     ),
     "calibrate": Later(
         "run a model on sample data and record activation ranges",
-        "use dynamic ranges: leave act_static_scale out. For one array there is "
-        "fewbit.qarray.calibrate(array, how)",
+        "use dynamic ranges (leave act_static_scale out), or give quantize_params(params, plan, "
+        "quant_stats) ranges of your own, kept with fewbit.calibration.SimpleMovingAverage",
     ),
     "SparsityRule": Later(
         "prune weights in N:M patterns", "prune the float weights before quantize_params"

@@ -133,6 +133,35 @@ class LeafPlan:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class ScalePlan:
+    """A static activation scale: which operand of which Site it serves, and what it looks like.
+
+    `name` is '<module>/<op_id>_lhs' (or `_rhs`); the entries among the parameters add `_scale` and
+    `_zero_point`. `how` speaks of the operand's axes, `shape` is the scale's: one on the axes that
+    batches differ in, with the lengths of the layer scans around the Site in front.
+
+    >>> scale = ScalePlan("up/dot_general0_lhs", "up:dot_general0", HowToQuantize(qtype="int8"),
+    ...                   (1, 1), "float32")
+    >>> scale.side
+    'lhs'
+    """
+
+    name: str
+    site: str
+    how: HowToQuantize
+    shape: tuple[int, ...]
+    dtype: str
+    rule: QuantizationRule | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(_size(size) for size in self.shape))
+
+    @property
+    def side(self) -> str:
+        return self.name[-3:]
+
+
 def stored_bytes(shape: Sequence[int], how: HowToQuantize | None, dtype: Any = "float32") -> int:
     """Bytes of an array of this shape once stored: codes at true width, scales, zero points.
 
@@ -214,9 +243,10 @@ class Plan:
     unmatched_rules: tuple[int, ...] = ()
     kind: str = "function"
     methods: tuple[str, ...] = ("__call__",)
+    scales: tuple[ScalePlan, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("rules", "sites", "leaves", "notes", "unmatched_rules", "methods"):
+        for name in ("rules", "sites", "leaves", "notes", "unmatched_rules", "methods", "scales"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     # Plans travel as static arguments of jit, which hashes them at every call.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,26 +68,29 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     for name in (name for name in old if name in new):
         changed += _changes(name, old[name].site, new[name].site)
         changed += _changes(name, old[name], new[name], skip=("site",))
-    leaves: list[Change] = []
-    for path, leaf in old_leaves.items():
-        if path in new_leaves:
-            leaves += _changes(path, leaf, new_leaves[path])
-        else:
-            leaves.append(Change(path, "shape", leaf.shape, "not in the plan"))
-    leaves += [
-        Change(path, "shape", "not in the plan", leaf.shape)
-        for path, leaf in new_leaves.items()
-        if path not in old_leaves
-    ]
+    scales = [{scale.name: scale for scale in side.scales} for side in (before, after)]
+    leaves = [*_by_name(old_leaves, new_leaves), *_by_name(*scales)]
     return PlanDiff(
         added=tuple(name for name in new if name not in old),
         removed=tuple(name for name in old if name not in new),
         changed=tuple(changed),
         leaves=tuple(leaves),
-        plan=tuple(_changes("plan", before, after, skip=("sites", "leaves"))),
+        plan=tuple(_changes("plan", before, after, skip=("sites", "leaves", "scales"))),
         before=before.totals,
         after=after.totals,
     )
+
+
+def _by_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
+    """Differences of parameters or static scales, those that only one side has too."""
+    for name, item in old.items():
+        if name in new:
+            yield from _changes(name, item, new[name])
+        else:
+            yield Change(name, "shape", item.shape, "not in the plan")
+    for name, item in new.items():
+        if name not in old:
+            yield Change(name, "shape", "not in the plan", item.shape)
 
 
 def _changes(name: str, before: Any, after: Any, skip: Sequence[str] = ()) -> list[Change]:

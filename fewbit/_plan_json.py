@@ -1,7 +1,9 @@
 """Plans as JSON. The document carries a format version; reading checks every field it needs.
 
 {"format": "fewbit-plan", "version": 1, "kind": "linen", "methods": [...], "rules": [...],
- "sites": [...], "leaves": [...], "notes": [...], "unmatched_rules": [...]}
+ "sites": [...], "leaves": [...], "notes": [...], "unmatched_rules": [...], "scales": [...]}
+
+"scales" (static activation scales) may be missing: plans written before there were any lack it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fewbit._plan import ArrayInfo, LeafPlan, Plan, Site, SitePlan
+from fewbit._plan import ArrayInfo, LeafPlan, Plan, ScalePlan, Site, SitePlan
 from fewbit._rule_checks import nearest
 from fewbit.numerics import qtype_name
 from fewbit.qarray import HowToQuantize
@@ -42,6 +44,7 @@ def plan_to_json(plan: Plan) -> str:
         "leaves": [_leaf_to_dict(leaf, plan.rules) for leaf in plan.leaves],
         "notes": list(plan.notes),
         "unmatched_rules": list(plan.unmatched_rules),
+        "scales": [_leaf_to_dict(scale, plan.rules) for scale in plan.scales],
     }
     return json.dumps(document, indent=1, allow_nan=False)
 
@@ -73,11 +76,20 @@ def plan_from_json(text: str) -> Plan:
     fields = {key: value for key, value in document.items() if key not in ("format", "version")}
     rules = _list_of(rule_from_dict)(fields.get("rules", []), "rules")
     read_leaf = _dataclass(LeafPlan, {**_LEAF, "rule": _rule_reader(rules)})
-    readers = {**_PLAN, "rules": lambda _, __: rules, "leaves": _list_of(read_leaf)}
+    read_scale = _dataclass(ScalePlan, {**_SCALE, "rule": _rule_reader(rules)})
+    fields.setdefault("scales", [])
+    readers = {
+        **_PLAN,
+        "rules": lambda _, __: rules,
+        "leaves": _list_of(read_leaf),
+        "scales": _list_of(read_scale),
+    }
     return _dataclass(Plan, readers)(fields, "plan")
 
 
-def _leaf_to_dict(leaf: LeafPlan, rules: tuple[QuantizationRule, ...]) -> dict[str, Any]:
+def _leaf_to_dict(
+    leaf: LeafPlan | ScalePlan, rules: tuple[QuantizationRule, ...]
+) -> dict[str, Any]:
     fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
     fields["how"] = None if leaf.how is None else how_to_dict(leaf.how)
     if leaf.rule is not None:
@@ -226,6 +238,13 @@ _LEAF: dict[str, Reader] = {
     "bytes_before": _INT,
     "bytes_after": _INT,
     "sites": _STRINGS,
+}
+_SCALE: dict[str, Reader] = {
+    "name": _STR,
+    "site": _STR,
+    "how": how_from_dict,
+    "shape": _SHAPE,
+    "dtype": _STR,
 }
 _PLAN: dict[str, Reader] = {
     "kind": _STR,

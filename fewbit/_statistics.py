@@ -80,14 +80,17 @@ class SimpleMovingAverage:
         """
         if reduction not in ("mean", "range"):
             raise ValueError(f"Unknown reduction {reduction!r}: use 'mean' or 'range'.")
-        count = jnp.maximum(stat["count"], 1).astype(jnp.float32)
         result = {}
         for name, total in stat.items():
             if not name.startswith("sum_of_"):
                 continue
             key = name.removeprefix("sum_of_")
+            # Layers of a scan have a count each: its axes are the leading ones of the sums.
+            count = stat["count"].reshape(
+                stat["count"].shape + (1,) * (total.ndim - stat["count"].ndim)
+            )
             if reduction == "mean":
-                value = total / count
+                value = total / jnp.maximum(count, 1).astype(jnp.float32)
             elif _EXTREMES[key][0] in stat:
                 value = stat[_EXTREMES[key][0]]
             else:
@@ -96,7 +99,7 @@ class SimpleMovingAverage:
                     "from another library. Use reduction='mean'."
                 )
             if default is not None:
-                early = stat["count"] <= self.bootstrap_steps
+                early = count <= self.bootstrap_steps
                 value = jnp.where(early, default[key].astype(jnp.float32), value)
             result[key] = value
         return result

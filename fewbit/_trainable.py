@@ -10,8 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fewbit._errors import describe, is_array_like
 from fewbit.qarray import QArray, WithAux
 
+_MSG_NO_PARAMS = (
+    "fewbit.{name} takes parameters (a tree of arrays), got {found}. Write fewbit.{name}(params)."
+)
 _MSG_PARTS = (
     "The two parts do not fit together at {path}: {what}. merge_trainable takes the two trees that "
     "one call of split_trainable returned; each leaf is None in exactly one of them."
@@ -35,11 +39,22 @@ def trainable(params: Any) -> Any:
     {'b': True, 'step': False, 'w': False}
     """
 
+    return _mask("trainable", params)
+
+
+def _mask(name: str, params: Any) -> Any:
+    def is_number(value):
+        return _is_stored(value) or is_array_like(value) or isinstance(value, bool | int | float)
+
     def can(value):
-        if _is_stored(value):
+        # Equinox modules and the like have functions and strings among their leaves.
+        if _is_stored(value) or not is_number(value):
             return False
         return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating))
 
+    leaves = jax.tree.leaves(params, is_leaf=_is_stored)
+    if params is None or (leaves and not any(map(is_number, leaves))):
+        raise TypeError(_MSG_NO_PARAMS.format(name=name, found=describe(params)))
     return jax.tree.map(can, params, is_leaf=_is_stored)
 
 
@@ -59,7 +74,7 @@ def split_trainable(params: Any) -> tuple[Any, Any]:
     >>> jax.grad(loss)(floats, rest, x)
     {'b': Array([[3., 3.]], dtype=float32), 'w': None}
     """
-    mask = trainable(params)
+    mask = _mask("split_trainable", params)
     floats = jax.tree.map(lambda m, v: v if m else None, mask, params)
     rest = jax.tree.map(lambda m, v: None if m else v, mask, params)
     return floats, rest
@@ -84,4 +99,20 @@ def merge_trainable(floats: Any, rest: Any) -> Any:
     except ValueError as error:
         if "do not fit together" in str(error):
             raise
-        raise ValueError(_MSG_PARTS.format(path="the top", what=error)) from error
+        path, what = _first_difference(floats, rest)
+        raise ValueError(_MSG_PARTS.format(path=path, what=what)) from error
+
+
+def _first_difference(floats: Any, rest: Any) -> tuple[str, str]:
+    """Where two trees part, in words: JAX's own sentence may print whole arrays."""
+    is_leaf = lambda x: x is None or _is_stored(x)  # noqa: E731
+    kinds = f"the first is {describe(floats)}, the second {describe(rest)}"
+    if type(floats) is not type(rest):
+        return "the top", kinds
+    flat = [jax.tree_util.tree_flatten_with_path(t, is_leaf=is_leaf)[0] for t in (floats, rest)]
+    paths = [[jax.tree_util.keystr(key) for key, _ in leaves] for leaves in flat]
+    for here, there, which in ((*paths, "first"), (*paths[::-1], "second")):
+        only = [path for path in here if path not in set(there)]
+        if only:
+            return only[0], f"only the {which} has it"
+    return "the top", kinds

@@ -4,10 +4,10 @@ These context variables are the only ambient state. They are set by the front en
 by the interpreter, always inside `with`, and let a user's own kernel ask `get_current_rule('gmm')`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fewbit._plan import Site
@@ -16,11 +16,15 @@ from fewbit.rules import QuantizationRule
 
 @dataclass(frozen=True)
 class CurrentSite:
-    """The Site the interpreter is at, the rule that governs it, and where to report what ran it."""
+    """The Site the interpreter is at, the rule that governs it, and where to report what ran it.
+
+    `static` holds (scale, zero point or None) for each operand that has a stored scale.
+    """
 
     site: Site
     rule: QuantizationRule | None
     report: Callable[[str], None]
+    static: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)

@@ -131,34 +131,17 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
     if side is None:
         return None
     origin: Origin = ts.sources[side]  # type: ignore[assignment]
-    ndims = tuple(v.aval.ndim for v in ts.eqn.invars[:2])
     fields = dict(
         qtype=rule.weight_qtype,
         calibration_method=rule.weight_calibration_method,
         scale_dtype=rule.scale_dtype,
     )
-    tile, params = rule.tile_size, ts.eqn.params
+    tile = rule.tile_size
     place = f"{ts.site.id} ({_shape(origin.leaf_shape)} parameter '{origin.leaf}')"
     try:
-        if ts.site.op == "take":
-            (axis,) = params["dimension_numbers"].collapsed_slice_dims
-            local = granularity.take_how(ndims[0], axis=axis, tile_size=tile, **fields)
-        elif ts.site.op == "conv_general_dilated":
-            if tile is not None:
-                raise ValueError("subchannel is not supported for conv_general_dilated.")
-            local = granularity.conv_how(
-                dimension_numbers=params["dimension_numbers"], for_lhs=False, **fields
-            )
-        elif ts.site.op == "ragged_dot":
-            local = granularity.ragged_dot_how(for_lhs=False, tile_size=tile, **fields)
-        else:
-            numbers = params["dimension_numbers"]
-            common = dict(ndims=ndims, for_lhs=side == 0, tile_size=tile, **fields)
-            local = (
-                granularity.dot_how(dimension_numbers=numbers, **common)
-                if ts.site.op == "dot_general"
-                else granularity.einsum_how(einsum_str=product_letters(numbers, *ndims), **common)
-            )
+        if ts.site.op == "conv_general_dilated" and tile is not None:
+            raise ValueError("subchannel is not supported for conv_general_dilated.")
+        local = operand_how(ts, side, tile_size=tile, **fields)
         shape = ts.eqn.invars[side].aval.shape
         tiled = {
             a % len(shape): (t if isinstance(t, int) else max(round(shape[a] * t), 1))
@@ -175,6 +158,33 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
         raise PlanError(f"{place}: {error} The rule is {rule!r}. {_other_rule(rule)}") from error
     how = HowToQuantize(channelwise_axes=channelwise, tiled_axes=tiles, **fields)
     return Request(origin.leaf, how, ts, rule)
+
+
+def operand_how(ts: TracedSite, side: int, *, tile_size: Any, **fields: Any) -> HowToQuantize:
+    """How an operand of a Site is quantized, in the axes the product sees."""
+    params, ndims = ts.eqn.params, tuple(v.aval.ndim for v in ts.eqn.invars[:2])
+    if ts.site.op == "take":
+        (axis,) = params["dimension_numbers"].collapsed_slice_dims
+        return granularity.take_how(ndims[0], axis=axis, tile_size=tile_size, **fields)
+    if ts.site.op == "conv_general_dilated":
+        numbers = params["dimension_numbers"]
+        return granularity.conv_how(dimension_numbers=numbers, for_lhs=side == 0, **fields)
+    if ts.site.op == "ragged_dot":
+        return granularity.ragged_dot_how(for_lhs=side == 0, tile_size=tile_size, **fields)
+    numbers = params["dimension_numbers"]
+    common = dict(ndims=ndims, for_lhs=side == 0, tile_size=tile_size, **fields)
+    if ts.site.op == "dot_general":
+        return granularity.dot_how(dimension_numbers=numbers, **common)
+    return granularity.einsum_how(einsum_str=product_letters(numbers, *ndims), **common)
+
+
+def activation_fields(rule: QuantizationRule) -> dict[str, Any]:
+    """What a rule says of an activation, in the words of the granularity functions."""
+    return dict(
+        qtype=rule.act_qtype,
+        tile_size=rule.tile_size,
+        calibration_method=rule.act_calibration_method or "absmax",
+    )
 
 
 def _other_rule(rule: QuantizationRule) -> str:

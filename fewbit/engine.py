@@ -5,18 +5,24 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 `Runner` holds one function object, so a second call costs a jit dispatch.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from fewbit import current
+from fewbit._plan import Plan, SitePlan
+from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import forwards
+from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
+from fewbit.static_run import StaticScales, check_scales
+from fewbit.static_scales import ScaleName, abstract_scales, planned_scales
 from fewbit.trace import Program, analyse
 from fewbit.weight import Weight, is_weight, plain
 
@@ -47,6 +53,16 @@ _MSG_KEPT_FLOAT = (
     "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with "
     "the rules its parameters were quantized by, or give it the float parameter: "
     "fewbit.dequantize(...)."
+)
+_MSG_TWICE = (
+    "{what} is called with a module that has a static scale '{name}', as it has itself: a scale is "
+    "found by its module's path. Make the one a submodule of the other and quantize them together, "
+    "or use dynamic ranges in one of them."
+)
+_MSG_NOTHING = (
+    "Nothing in this call is quantized: no parameter of {what} is stored quantized, and no rule is "
+    "in force at {count} of it. {why} fewbit.plan(model, rules, ...) shows which rule meets "
+    "which Site; make the provider with strict=False to run the model in float."
 )
 
 
@@ -97,6 +113,7 @@ class Traced:
     out_tree: Any
     forwarded: Sequence[int | None]  # output k is input forwarded[k], untouched
     leaves: list[Leaf | None]  # aligned with values; None for an input that is no parameter
+    scales: dict[str, Any] = field(default_factory=dict)  # static scales among the inputs
 
 
 class Runner:
@@ -129,27 +146,38 @@ class Runner:
     def trace(self, tree: Any) -> Traced:
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
         views = [float_view(value) for _, value in flat]
-        paths = [self.leaf_path(key) for key, _ in flat]
+        names = [self.leaf_path(key) for key, _ in flat]
+        paths = [None if isinstance(name, ScaleName) else name for name in names]
         with current.tracing(self.provider) as failed:
             try:
                 traced = self._traceable.trace(jax.tree.unflatten(treedef, views))
             except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
                 raise untraceable(self.what, failed, error) from error
+        values = [as_value(value, path) for path, (_, value) in zip(paths, flat, strict=True)]
         leaves = [
-            None if path is None else (path, tuple(view.shape))
-            for path, view in zip(paths, views, strict=True)
+            (path, tuple(view.shape))
+            if path is not None
+            else (Constant() if is_weight(value) else None)
+            for path, view, value in zip(paths, views, values, strict=True)
         ]
         out_tree = jax.tree.structure(traced.out_info)
         program = analyse(traced.jaxpr, leaves, method=self.method, site_path=self.site_path)
+        scales = [
+            (str(n), v) for n, v in zip(names, values, strict=True) if isinstance(n, ScaleName)
+        ]
+        twice = [name for name, count in Counter(name for name, _ in scales).items() if count > 1]
+        if twice:
+            raise ValueError(_MSG_TWICE.format(what=self.what, name=twice[0]))
         return Traced(
             program,
-            [as_value(value, path) for path, (_, value) in zip(paths, flat, strict=True)],
+            values,
             out_tree,
             list(forwards(traced.jaxpr)),
             [
                 None if path is None else Leaf(path, tuple(view.shape), view.dtype)
                 for path, view in zip(paths, views, strict=True)
             ],
+            dict(scales),
         )
 
     def rule_for(self, values: Sequence[Any]) -> RuleFor:
@@ -175,7 +203,9 @@ class Runner:
         if self.provider.quantizes_params:
             requests = storage([traced.program], [decisions], lambda message: None)
             self.check_stored(traced, decisions, requests)
-        outs = self.run(traced.program, decisions, traced.values)[0]
+            self.check_something(traced, decisions)
+            check_scales(traced.program, decisions, traced.scales, self.provider.strict)
+        outs = self.run(traced.program, decisions, traced.values, traced.scales)[0]
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
@@ -191,11 +221,14 @@ class Runner:
         program: Program,
         decisions: dict[str, Decision],
         values: Sequence[Any],
+        scales: dict[str, Any],
         report: Callable[[str, str], None] = lambda site, text: None,
     ) -> tuple[list[Any], list[tuple[str, str]]]:
+        static = StaticScales(scales)
         interpreter = Interpreter(
-            SiteRunner(self.provider, decisions, report),
+            SiteRunner(self.provider, decisions, report, static),
             lambda ts: decisions[ts.site.id].rule is not None,
+            static=static,
         )
         return interpreter.run(program.root, values), interpreter.dequantized
 
@@ -230,6 +263,24 @@ class Runner:
             kept = dict(leaf=read, stored=weight.array.qtype, site=ts.site.id)
             raise ValueError(message.format(**kept, rule=rule, was=weight.rule))
 
+    def check_something(self, traced: Traced, decisions: dict[str, Decision]) -> None:
+        """A model whose rules all miss would run in float without a word."""
+        provider, sites = self.provider, [ts.site for ts in traced.program.sites]
+        if not (self.root and provider.strict and sites) or any(map(is_weight, traced.values)):
+            return
+        active = [i for i, rule in enumerate(provider.rules) if not rule.switched_off]
+        in_force = any(decision.rule is not None for decision in decisions.values())
+        if not active or in_force or any(map(provider.asked_by_kernel, active)):
+            return
+        used = {decision.rule_index for decision in decisions.values()}
+        missed = [provider.rules[i] for i in active if i not in used]
+        why = f"At {sites[0].id}: {decisions[sites[0].id].reason}."
+        if missed:
+            rows = (SitePlan(s, None, None, None, None, "", "float", "float") for s in sites)
+            why = unmatched_message(Plan(provider.rules, tuple(rows), ()), missed)
+        count = "the one Site" if len(sites) == 1 else f"any of the {len(sites)} Sites"
+        raise ValueError(_MSG_NOTHING.format(what=self.what, count=count, why=why))
+
     def observe(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -243,14 +294,20 @@ class Runner:
             for value, leaf in zip(traced.values, traced.leaves, strict=True)
         ]
 
-        def go(values):
+        scales = abstract_scales(planned_scales([traced.program], [decisions]))
+
+        def go(values, scales):
             outs, dequantized = self.run(
-                traced.program, decisions, values, lambda site, text: ran.__setitem__(site, text)
+                traced.program,
+                decisions,
+                values,
+                scales,
+                lambda site, text: ran.__setitem__(site, text),
             )
             seen.extend(dequantized)
             return [plain(out) for out in outs]
 
-        jax.eval_shape(go, values)
+        jax.eval_shape(go, values, scales)
         return ran, seen
 
 

@@ -16,6 +16,7 @@ from fewbit import jaxprs
 from fewbit.jaxprs import Eqn
 from fewbit.moves import CannotMove
 from fewbit.rebuild import REBUILD
+from fewbit.static_run import StaticScales
 from fewbit.trace import Node, TracedSite
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES
@@ -29,12 +30,14 @@ class Interpreter:
 
     `at_site(site, operands)` returns the product of a Site that `replaces(site)`; all other
     equations run as they were traced, and a body is rebuilt only for a Site or a weight inside it.
+    `static` is what rides beside the parameters: the scales, and which layer is being run.
     """
 
     at_site: SiteHandler
     replaces: Callable[[TracedSite], bool]
     rebuild_all: bool = False  # for tests: hold every rebuilt primitive against the original
     dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
+    static: StaticScales = field(default_factory=StaticScales)
     _active: dict[Node, bool] = field(default_factory=dict)
 
     def run(self, node: Node, args: Sequence[Any]) -> list[Any]:

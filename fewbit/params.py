@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit._plan import Plan
+from fewbit._plan import Plan, ScalePlan
 from fewbit.calls import key_name
 from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
+from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
+from fewbit.static_statistics import add_scales
 
 _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
@@ -59,6 +61,11 @@ def quantize_params(
     (then `params` is a pure dict). A template takes a subtree, so that weights can be streamed; a
     Plan takes one with `allow_missing_params=True`.
 
+    `quant_stats` are the statistics that calibration collected for rules with
+    `act_static_scale=True`; they become `<module>/<op_id>_lhs_scale` entries beside the weights.
+    For a plain function they are `{'<site id>': {'lhs': statistic}}`, and the result is
+    `QuantizedParams`. Without `quant_stats` only weights are quantized.
+
     >>> import fewbit, jax.numpy as jnp
     >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
     >>> f = lambda params, x: x @ params['w'] + params['b']
@@ -71,11 +78,6 @@ def quantize_params(
         raise TypeError(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
-        )
-    if quant_stats:
-        raise NotImplementedError(
-            "Static activation scales from quant_stats come with calibration. Leave quant_stats "
-            "out and use dynamic ranges (act_static_scale=False)."
         )
     template = _Template(abstract_quantized_params, allow_extra_params)
 
@@ -99,7 +101,18 @@ def quantize_params(
     )
     if not allow_missing_params:
         template.check_complete(seen)
-    return result
+    if quant_stats is None:
+        return result
+    return add_scales(
+        result,
+        template.scales,
+        quant_stats,
+        by_site=template.by_site,
+        whole=template.whole and not allow_missing_params,
+        allow_extra=allow_extra_params,
+        present=seen,
+        known=template.leaves,
+    )
 
 
 class _Template:
@@ -108,7 +121,11 @@ class _Template:
     def __init__(self, source: Any, allow_extra: bool):
         self.allow_extra, self.whole = allow_extra, isinstance(source, Plan)
         self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...] | None, Any]]
+        self.scales: dict[str, ScalePlan] = {}
+        self.by_site = isinstance(source, QuantizedParams)
         if isinstance(source, Plan):
+            self.by_site = source.kind == "function"
+            self.scales = {scale.name: scale for scale in source.scales}
             self.leaves = {
                 leaf.path: (
                     leaf.how and leaf.how.replace(rule=leaf.rule),
@@ -118,6 +135,13 @@ class _Template:
                 for leaf in source.leaves
             }
             return
+        if isinstance(source, QuantizedParams):
+            for site, entries in source.act_scales.items():
+                for entry, value in entries.items():
+                    if entry.endswith(SCALE):
+                        name = name_of_site(site, entry.removesuffix(SCALE))
+                        self.scales[name] = _template_scale(name, value, site)
+            source = source.params
         if hasattr(source, "_fewbit_pure_dict"):  # an NNX model
             source = source._fewbit_pure_dict()
         flat, _ = jax.tree_util.tree_flatten_with_path(
@@ -127,7 +151,14 @@ class _Template:
             flat and not any(hasattr(value, "shape") or _is_box(value) for _, value in flat)
         ):
             raise TypeError(_MSG_NO_TEMPLATE.format(found=_kind(source)))
-        self.leaves = {_path(key): _template_leaf(value) for key, value in flat}
+        self.leaves = {}
+        for key, value in flat:
+            path = _path(key)
+            if not is_static_scale(path, value):
+                self.leaves[path] = _template_leaf(value)
+            elif path.endswith(SCALE):
+                name = path.removesuffix(SCALE)
+                self.scales[name] = _template_scale(name, value, "")
 
     def leaf(self, path: str) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any] | None:
         if path not in self.leaves:
@@ -162,6 +193,11 @@ def _kind(value: Any) -> str:
     words = f"a {type(value).__name__}" if value is not None else "None"
     items = list(value) if isinstance(value, list | tuple) else []
     return words + (f" of {type(items[0]).__name__} objects" if items else "")
+
+
+def _template_scale(name: str, value: WithAux, site: str) -> ScalePlan:
+    array, how = value.array, value.how
+    return ScalePlan(name, site, how.replace(rule=None), array.shape, str(array.dtype), how.rule)
 
 
 def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fewbit import kernels
-from fewbit._plan import LeafPlan, Plan, SitePlan, stored_bytes
+from fewbit._plan import LeafPlan, Plan, ScalePlan, SitePlan, stored_bytes
 from fewbit._plan_messages import Complaint, complaints, op_name_faults, unmatched_message
 from fewbit.decisions import (
     Decision,
@@ -26,6 +26,7 @@ from fewbit.decisions import (
 )
 from fewbit.numerics import qtype_name
 from fewbit.rules import QuantizationRule
+from fewbit.static_scales import planned_scales, static_sides
 from fewbit.trace import Program, TracedSite
 
 _NOTE_SLOW = "slow: XLA runs this slower than float32 on this CPU; it saves memory, not time"
@@ -61,9 +62,11 @@ def _make_plan(
     decisions = [
         decide(p, lambda ts: provider.rule_for(ts.site.path, ts.site.op)) for _, p in programs
     ]
-    requests = {}
+    requests: dict[str, Request] = {}
+    scales: tuple[ScalePlan, ...] = ()
     if provider.quantizes_params:
         requests = storage([p for _, p in programs], decisions, complaint)
+        scales = planned_scales([p for _, p in programs], decisions, complaint)
     rows: list[SitePlan] = []
     notes: list[str] = []
     for k, (_, program) in enumerate(programs):
@@ -95,6 +98,7 @@ def _make_plan(
         unmatched_rules=unmatched,
         kind=kind,
         methods=tuple(methods),
+        scales=scales,
     )
     if unmatched:
         complaint(unmatched_message(plan, [provider.rules[i] for i in unmatched]))
@@ -136,7 +140,7 @@ def _row(
             reason=reason,
         )
     act = None if rule.act_qtype is None else qtype_name(rule.act_qtype)
-    mode = None if act is None else ("static" if rule.act_static_scale else "dynamic")
+    mode = None if act is None else ("static" if static_sides(ts, rule) else "dynamic")
     text = granularity_text(stored.how) if stored else _act_granularity(rule)
     return SitePlan(
         site=site,

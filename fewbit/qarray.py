@@ -13,6 +13,7 @@ import numpy as np
 from fewbit._how import HowToQuantize as HowToQuantize
 from fewbit._how import get_scale_shape as get_scale_shape
 from fewbit._how import get_tile_shape as get_tile_shape
+from fewbit._qarray_checks import check_floats, check_qarray
 from fewbit._qarray_type import QArray as QArray
 from fewbit._qarray_type import WithAux as WithAux
 from fewbit._scales import compute_scales, split_two_levels, units, values
@@ -38,6 +39,7 @@ def quantize(
     >>> q.scale.shape, dequantize(q)[1, 0]
     ((2, 1), Array(-7.968628, dtype=float32))
     """
+    check_floats(array, qtype)
     how = HowToQuantize(
         qtype=qtype,
         channelwise_axes=channelwise_axes,
@@ -137,6 +139,7 @@ def dequantize(q: QArray | WithAux, dtype: Any = None) -> jax.Array:
     """
     if isinstance(q, WithAux):
         return dequantize(q.array, dtype)
+    check_qarray("dequantize", q)
     validate_qarray(q)
     return _dequantize(q, q.dtype if dtype is None else jnp.dtype(dtype))
 
@@ -219,6 +222,7 @@ def pack(q: QArray) -> QArray:
     >>> q.nbytes, pack(q).nbytes
     (36, 28)
     """
+    check_qarray("qarray.pack", q)
     row = format_of(q.qtype)
     if q.layout != "plain" or row.bits >= 8 or q.ndim == 0:
         return q
@@ -238,32 +242,10 @@ def unpack(q: QArray) -> QArray:
     >>> unpack(pack(quantize(jnp.ones(8), 'int3'))).layout
     'plain'
     """
+    check_qarray("qarray.unpack", q)
     if q.layout == "plain":
         return q
     return q.replace(qvalue=q.qvalue, layout="plain", last_dim=None)
-
-
-def pack_tree(tree: Any) -> Any:
-    """Every QArray of a tree packed.
-
-    >>> pack_tree({'w': quantize(jnp.ones(16), 'int4')})['w'].layout
-    'bits'
-    """
-    return _map_qarrays(pack, tree)
-
-
-def unpack_tree(tree: Any) -> Any:
-    """Every QArray of a tree unpacked.
-
-    >>> unpack_tree(pack_tree({'w': quantize(jnp.ones(16), 'int4')}))['w'].layout
-    'plain'
-    """
-    return _map_qarrays(unpack, tree)
-
-
-def _map_qarrays(fn: Any, tree: Any) -> Any:
-    is_qarray = lambda x: isinstance(x, QArray)  # noqa: E731
-    return jax.tree.map(lambda x: fn(x) if is_qarray(x) else x, tree, is_leaf=is_qarray)
 
 
 def _check_rank(name: str, part: Sequence[int], shape: Sequence[int]) -> None:

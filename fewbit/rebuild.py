@@ -46,15 +46,21 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
     forwarded = [None if k is None else k - nc - nk for k in jaxprs.forwards(body)[nk:]]
     kept = [j for j, k in enumerate(forwarded) if k not in stacks]
 
+    scaled = nodes[0].per_layer and bool(run.static)
+
     def step(moving, x):
         i, rows = x
         layer = {k: w.moved(w.array.at_layer(i)) for k, w in stacks.items()}
-        outs = run.run(nodes[0], consts + _weave(held, moving, nk) + _weave(layer, rows, len(xs)))
+        values, around = run.static.state
+        with run.static.using((values, (*around, i) if scaled else around)):
+            outs = run.run(
+                nodes[0], consts + _weave(held, moving, nk) + _weave(layer, rows, len(xs))
+            )
         out_carry = [o for k, o in enumerate(outs[:nk]) if k not in held]
         ys = [outs[nk + j] for j in kept]
         return run.floats(out_carry, "scan carry"), run.floats(ys, "scan output")
 
-    index = jnp.arange(p.length, dtype=jnp.int32) if stacks else None
+    index = jnp.arange(p.length, dtype=jnp.int32) if stacks or scaled else None
     moving, ys = lax.scan(
         step, carry, (index, sliced), length=p.length, reverse=p.reverse, unroll=p.unroll
     )
@@ -108,32 +114,34 @@ def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
     """Value from the quantized body, derivative from the author's own rule."""
 
     @jax.custom_jvp
-    def value(args):
-        return run.floats(run.run(nodes[0], args), "custom_jvp output")
+    def value(args, static):
+        with run.static.using(static):
+            return run.floats(run.run(nodes[0], args), "custom_jvp output")
 
     @value.defjvp
     def derivative(primals, tangents):
         _, tangent = jax.jvp(
-            lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals, tangents
+            lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals[:1], tangents[:1]
         )
         return value(*primals), tangent
 
-    return value(ins)
+    return value(ins, run.static.state)
 
 
 def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     """As `_custom_jvp`; the float results inside `forward` are dead code once compiled."""
 
     @jax.custom_vjp
-    def value(args):
-        return run.floats(run.run(nodes[0], args), "custom_vjp output")
+    def value(args, static):
+        with run.static.using(static):
+            return run.floats(run.run(nodes[0], args), "custom_vjp output")
 
-    def forward(args):
+    def forward(args, static):
         _, pull = jax.vjp(lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), args)
-        return value(args), pull
+        return value(args, static), pull
 
-    value.defvjp(forward, lambda pull, cotangents: pull(cotangents))
-    return value(ins)
+    value.defvjp(forward, lambda pull, cotangents: (*pull(cotangents), None))
+    return value(ins, run.static.state)
 
 
 def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
@@ -146,15 +154,21 @@ def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]
         v.moved(map_parts(lambda part, spec: spec, v.array, s)) if is_weight(v) else s
         for v, s in zip(ins, p.in_specs, strict=True)
     )
+
+    def shard(static, *args):
+        with run.static.using(static):
+            return tuple(run.floats(run.run(nodes[0], args), "shard_map output"))
+
+    everywhere = jax.tree.map(lambda _: PartitionSpec(), run.static.state)
     mapped = jax.shard_map(
-        lambda *args: tuple(run.floats(run.run(nodes[0], args), "shard_map output")),
+        shard,
         mesh=p.mesh,
-        in_specs=specs,
+        in_specs=(everywhere, *specs),
         out_specs=tuple(p.out_specs),
         check_vma=p.check_vma,
         axis_names=p.axis_names,
     )
-    return list(mapped(*ins))
+    return list(mapped(run.static.state, *ins))
 
 
 def _can_shard(q: QArray, spec: PartitionSpec, mesh: Any) -> bool:

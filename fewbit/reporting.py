@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from fewbit import _text
+from fewbit._errors import describe, is_array_like
 from fewbit._plan import Plan
 from fewbit.calls import key_name
 from fewbit.numerics import dtype_bits, qtype_name
@@ -21,7 +22,7 @@ from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, get_scale_shape
 
 _MSG_NO_PARAMS = (
-    "fewbit.report reads stored parameters, and a {kind} holds none. Give it the parameters: "
+    "fewbit.report reads stored parameters, and {kind} holds none. Give it the parameters: "
     "fewbit.report(params), or what will be done to the model: fewbit.plan(model, rules, *inputs)."
 )
 
@@ -90,11 +91,15 @@ class Report:
         return json.dumps(fields, indent=2)
 
     def table(self, *, width: int | None = None) -> str:
-        """The report as text of the terminal's width."""
+        """The report as text of the terminal's width.
+
+        In a narrow one paths are cut in the middle, then whole columns are left out (and named
+        below); a number is never cut.
+        """
         width = _text.terminal_width() if width is None else width
-        header = ("parameter", "shape", "stored", "scales", "layout", "bytes")
-        rows = [_row(leaf) for leaf in self.leaves]
-        lines = [_text.table(rows, header, "mlllll", width), "", *_text.wrap(self.summary, width)]
+        lines, left_out = _table(self.leaves, width) if self.leaves else ([], "")
+        lines += [""] * bool(lines) + _text.wrap(left_out, width) * bool(left_out)
+        lines += _text.wrap(self.summary, width)
         for title, items in (("Differs from the plan", self.differences), ("Notes", self.notes)):
             if items:
                 lines += ["", f"{title}:"]
@@ -104,15 +109,43 @@ class Report:
     @property
     def summary(self) -> str:
         """The totals in a sentence."""
-        count = f"{len(self.quantized)} of {len(self.leaves)} parameter arrays are quantized"
-        if self.quantized:
-            count += f" at {self.bits_per_weight:.2f} bits per weight"
-        sizes = f"{_text.human_bytes(self.float_bytes)} → {_text.human_bytes(self.bytes)}"
+        size = _text.human_bytes(self.bytes)
+        if not self.quantized:
+            return f"No parameter is quantized (0 of {len(self.leaves)} arrays, {size})."
         ratio = self.float_bytes / self.bytes if self.bytes else 1.0
-        return f"{count}; {sizes} ({ratio:.2f}x smaller)"
+        return (
+            f"{len(self.quantized)} of {len(self.leaves)} parameter arrays are quantized at "
+            f"{self.bits_per_weight:.2f} bits per weight; {_text.human_bytes(self.float_bytes)} → "
+            f"{size} ({ratio:.2f}x smaller)"
+        )
 
     def __str__(self) -> str:
         return self.table()
+
+
+_COLUMNS = ("parameter", "shape", "stored", "scales", "layout", "bytes")
+_SHORTEST_PATH = 16  # what is left of a path below this tells too little
+
+
+def _table(leaves: tuple[StoredLeaf, ...], width: int) -> tuple[list[str], str]:
+    """The lines of the table, and a sentence about what had no room in it."""
+    rows = [dict(zip(_COLUMNS, _row(leaf), strict=True)) for leaf in leaves]
+    for dropped in ((), ("layout",), ("layout", "scales")):
+        names = [name for name in _COLUMNS if name not in dropped]
+        cells = [names, *([row[name] for name in names] for row in rows)]
+        room = width - _text.natural_width([["", *line[1:]] for line in cells])
+        if room >= min(_SHORTEST_PATH, max(len(line[0]) for line in cells)):
+            break
+    else:  # the sizes before quantization go too
+        for line in cells[1:]:
+            line[-1] = line[-1].rpartition(" → ")[2]
+        dropped = (*dropped, "bytes in float")
+        room = width - _text.natural_width([["", *line[1:]] for line in cells])
+    header, *body = ([_text.shorten(line[0], max(room, 6)), *line[1:]] for line in cells)
+    natural = _text.natural_width([header, *body])
+    text = _text.table(body, header, "m" + "l" * (len(header) - 1), max(width, natural))
+    sentence = f"No room here for: {', '.join(dropped)}." if dropped else ""
+    return text.split("\n"), sentence
 
 
 def _row(leaf: StoredLeaf) -> tuple[str, ...]:
@@ -120,7 +153,8 @@ def _row(leaf: StoredLeaf) -> tuple[str, ...]:
     if leaf.bytes != leaf.float_bytes:
         size = f"{_text.human_bytes(leaf.float_bytes)} → {size}"
     shape = "x".join(map(str, leaf.shape)) or "scalar"
-    return leaf.path, shape, leaf.qtype or leaf.dtype, leaf.granularity, leaf.layout, size
+    path = leaf.path or "(root)"
+    return path, shape, leaf.qtype or leaf.dtype, leaf.granularity, leaf.layout, size
 
 
 def report(model_or_params: Any, plan: Plan | None = None) -> Report:
@@ -146,6 +180,8 @@ def report(model_or_params: Any, plan: Plan | None = None) -> Report:
         )
     tree, notes = _parameters(model_or_params)
     leaves = list(_leaves(tree))
+    if not leaves and (tree is None or jax.tree.leaves(tree)):
+        raise TypeError(_MSG_NO_PARAMS.format(kind=describe(model_or_params)))
     rows = tuple(_stored(path, value) for path, value in leaves)
     found = () if plan is None else tuple(_differences(dict(leaves), rows, plan))
     return Report(rows, found, tuple(notes))
@@ -162,11 +198,11 @@ def _parameters(source: Any) -> tuple[Any, list[str]]:
         params, rest = nnx.split_state(state, nnx.Param, ...)
         return nnx.to_pure_dict(params), _not_counted({"other Variables": nnx.to_pure_dict(rest)})
     if linen is not None and isinstance(source, linen.Module):
-        raise TypeError(_MSG_NO_PARAMS.format(kind=f"Linen module ({type(source).__name__})"))
+        raise TypeError(_MSG_NO_PARAMS.format(kind=f"a Linen module ({type(source).__name__})"))
     if isinstance(source, Plan):
-        raise TypeError(_MSG_NO_PARAMS.format(kind="Plan"))
+        raise TypeError(_MSG_NO_PARAMS.format(kind="a Plan"))
     if callable(source) and any(leaf is source for leaf in jax.tree.leaves(source)):
-        raise TypeError(_MSG_NO_PARAMS.format(kind="function"))
+        raise TypeError(_MSG_NO_PARAMS.format(kind="a function"))
     if isinstance(source, Mapping) and isinstance(source.get("params"), Mapping):
         rest = {name: value for name, value in source.items() if name != "params"}
         return source["params"], _not_counted(rest)
@@ -187,7 +223,7 @@ def _is_leaf(value: Any) -> bool:
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     for key, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
         value = _unboxed(value)
-        if hasattr(value, "shape"):
+        if is_array_like(value):
             yield key_name(key), value
 
 
@@ -243,13 +279,15 @@ def _differences(
 ) -> Iterator[str]:
     stored = {row.path: row for row in rows}
     planned = {leaf.path: leaf for leaf in plan.leaves}
+    scales = tuple(scale.name + "_" for scale in plan.scales)
     for path in planned:
         if path not in stored:
             yield f"{path} is in the plan, but not stored"
     for path, row in stored.items():
         leaf = planned.get(path)
-        if leaf is None:
+        if leaf is None and not path.startswith(scales):
             yield f"{path} is stored, but not in the plan"
+        if leaf is None:
             continue
         wanted = None if leaf.how is None else qtype_name(leaf.how.qtype)
         if row.shape != leaf.shape:

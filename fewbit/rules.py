@@ -56,7 +56,9 @@ INITIALIZERS: dict[str, Callable[..., jax.Array]] = {
 class QuantizationRule:
     """What happens to the ops whose module path and name match.
 
-    `weight_qtype=None` switches matching ops off, `act_qtype=None` means weight-only.
+    `weight_qtype=None` switches matching ops off, `act_qtype=None` means weight-only. With
+    `act_static_scale=True` activations use stored scales, which cover the range that calibration
+    saw; `act_static_reduction='mean'` makes them from its average over batches.
 
     >>> rule = QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     >>> rule
@@ -77,6 +79,7 @@ class QuantizationRule:
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
     scale_dtype: str | None = None
+    act_static_reduction: str | None = None
 
     def __post_init__(self) -> None:
         where = self._where()
@@ -96,6 +99,7 @@ class QuantizationRule:
         self._store("act_calibration_method", check_calibration, self.act_qtype)
         self._store("act_batch_axes", check_axes)
         self._store("scale_dtype", check_scale_dtype, self.weight_qtype)
+        self._store("act_static_reduction", check_choice, ("range", "mean"))
 
     def _where(self) -> str:
         return f"{type(self).__name__}(module_path={self.module_path!r})"

@@ -1,7 +1,7 @@
 """At a Site: unpack the equation, call the provider's op, report what ran it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from fewbit import current, jaxprs
 from fewbit._plan_messages import PlanError
 from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
+from fewbit.static_run import StaticScales
 from fewbit.trace import TracedSite, product_letters
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES
@@ -29,6 +30,7 @@ class SiteRunner:
     provider: Any
     decisions: Mapping[str, Decision]
     report: Callable[[str, str], None] = lambda site_id, text: None
+    static: StaticScales = field(default_factory=StaticScales)
 
     def __call__(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
         site, rule = ts.site, self.decisions[ts.site.id].rule
@@ -43,7 +45,8 @@ class SiteRunner:
             for k, v in enumerate(ins)
         ]
         method = getattr(self.provider, _METHODS[site.op])
-        here = current.CurrentSite(site, rule, self.reporter(site.id, method))
+        scales = self.static.of(ts, rule) if self.provider.quantizes_params else {}
+        here = current.CurrentSite(site, rule, self.reporter(site.id, method), scales)
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
                 return _CALLS[site.op](method, ts.eqn, operands)

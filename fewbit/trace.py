@@ -31,6 +31,7 @@ class TracedSite:
     eqn: Eqn
     sources: tuple[Source, ...]
     where: Where
+    layers: tuple[int, ...] = ()  # lengths of the layer scans around it, outermost first
 
 
 @dataclass(eq=False)
@@ -41,6 +42,7 @@ class Node:
     consts: tuple[Any, ...] = ()
     sites: dict[int, TracedSite] = field(default_factory=dict)
     children: dict[int, tuple["Node", ...]] = field(default_factory=dict)
+    per_layer: bool = False  # the body of a scan over stacked parameters, not over time
 
     def walk_sites(self):
         """All Sites below, in program order."""
@@ -62,19 +64,22 @@ class Program:
 
 def analyse(
     closed: Any,
-    leaves: Sequence[tuple[str, Any] | None],
+    leaves: Sequence[tuple[str, Any] | Constant | None],
     *,
     method: str = "__call__",
     site_path: str = "module",
 ) -> Program:
     """Find the Sites of a closed jaxpr.
 
-    `leaves[i]` is (parameter path, shape) when input i is a parameter, else None. `site_path` says
+    `leaves[i]` is (parameter path, shape) when input i is a parameter, `Constant()` when it is a
+    weight of somebody else's (stored quantized, but no parameter here), else None. `site_path` says
     how a Site with a weight is named: 'module' (the module scope around it, else the parameter's
     parent) or 'leaf' (the parameter's own path, for plain functions).
     """
     walk = _Walk(method, site_path)
-    sources: list[Source] = [Origin.of_leaf(*leaf) if leaf else None for leaf in leaves]
+    sources: list[Source] = [
+        Origin.of_leaf(*leaf) if isinstance(leaf, tuple) else leaf for leaf in leaves
+    ]
     node, _ = walk.body(closed, sources, "", 1)
     return Program(node, tuple(node.walk_sites()), tuple(walk.opaque))
 
@@ -86,6 +91,7 @@ class _Walk:
         self.method, self.site_path = method, site_path
         self.numbers: Counter[tuple[str, str]] = Counter()
         self.opaque: list[str] = []
+        self.layers: tuple[int, ...] = ()
 
     def body(
         self, closed: Any, sources: Sequence[Source], stack: str, trips: int
@@ -184,7 +190,11 @@ class _Walk:
         nc, nk = p.num_consts, p.num_carry
         carry = _fixed_carry(p.body, nc, ins[nc : nc + nk])
         layers = [s.with_axes(s.axes[1:]) if isinstance(s, Origin) else s for s in ins[nc + nk :]]
+        per_layer = any(isinstance(s, Origin | Changed) for s in layers)
+        outside = self.layers
+        self.layers += (p.length,) * per_layer
         node, _ = self.body(p.body, ins[:nc] + carry + layers, stack, trips * p.length)
+        self.layers, node.per_layer = outside, per_layer
         through = jaxprs.forwards(p.body)[nk:]
         stacked = [ins[k] if k is not None and k >= nc + nk else None for k in through]
         return (node,), carry + stacked
@@ -219,7 +229,7 @@ class _Walk:
             weight_side=None if side is None else ("lhs", "rhs")[side],
             spec=place.einsum or _spec(eqn),
         )
-        return TracedSite(site, eqn, sources, place)
+        return TracedSite(site, eqn, sources, place, self.layers)
 
     def path_of(self, place: Where, weight: str | None) -> str:
         if self.site_path == "leaf":

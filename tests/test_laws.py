@@ -22,8 +22,9 @@ LAYERS = [
     ["packing", "packing_*", "tiling"],
     ["calibration", "_methods", "_how", "_scales", "_statistics"],
     # A QArray's methods are moves, and a move returns a QArray: one layer.
-    ["qarray", "_qarray_*", "moves", "_layout_moves", "_lookups", "_reshape"],
+    ["qarray", "_qarray_*", "moves", "_layout_moves", "_panel_*", "_lookups", "_reshape"],
     ["kernels"],
+    ["layouts"],
     ["ops"],
     ["rules", "rules_*", "_rule_*", "presets"],
     [
@@ -45,6 +46,7 @@ LAYERS = [
             "engine",
             "params",
             "sites",
+            "static_*",
             "weight",
             "weight_*",
             "_trainable",
@@ -60,7 +62,7 @@ LAYERS = [
 
 # Which files know a framework. Everything else speaks JAX alone.
 FRAMEWORKS = {
-    "flax": ["models/linen*", "models/nnx*", "models/_flax*"],
+    "flax": ["models/linen*", "models/nnx*", "models/flax_*"],
     "keras": ["models/keras/*", "models/keras.py", "keras.py", "keras/*"],
     "keras_hub": ["models/keras/*"],
     "haiku": [],
@@ -165,6 +167,16 @@ def root_name(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
+def registers_own_primitive(target):
+    """`ad.primitive_jvps[our_p] = rule`: JAX's tables are where a primitive of ours gets rules."""
+    return (
+        isinstance(target, ast.Subscript)
+        and ast.unparse(target.value).split(".")[-1].startswith("primitive_")
+        and isinstance(target.slice, ast.Name)
+        and target.slice.id.endswith("_p")
+    )
+
+
 def patch_faults(source, path):
     """Private JAX, or writing into another library's modules and classes."""
     tree = ast.parse(source)
@@ -192,6 +204,8 @@ def patch_faults(source, path):
         elif isinstance(node, ast.AugAssign | ast.AnnAssign):
             written = [node.target]
         for target in written:
+            if registers_own_primitive(target):
+                continue
             if isinstance(target, ast.Attribute | ast.Subscript) and root_name(target) in foreign:
                 if isinstance(target.ctx, ast.Store | ast.Del):
                     faults.append(f"{where}: writes to {ast.unparse(target)}")
@@ -230,6 +244,8 @@ SAMPLES = [
     (patch_faults, "ops/dot.py", "from jax import lax\nsetattr(lax, 'dot', None)", "setattr"),
     (patch_faults, "ops/dot.py", "from jax import lax\nlax.dot, a = 1, 2", "writes to"),
     (patch_faults, "ops/dot.py", "from jax._src import core", "jax._src"),
+    (patch_faults, "ops/d.py", "from jax import ad\nad.primitive_jvps[lax.dot_p] = 1", "writes to"),
+    (patch_faults, "ops/d.py", "from jax import ad\nad.primitive_jvps[our_p] = 1", None),
     (patch_faults, "ops/dot.py", "import jax\njax._src.core", "reads jax._src"),
     (patch_faults, "ops/dot.py", "import jax\njax.config.update('a', 1)", "settings"),
     (patch_faults, "ops/dot.py", "from jax import lax\nself.x = lax.dot\nd[lax.p] = 1", None),

@@ -293,7 +293,7 @@ def test_what_quantize_params_cannot_use():
         fewbit.quantize_params(PARAMS, None)
     with says(TypeError, "takes the parameters first and the plan second"):
         fewbit.quantize_params(PLAN, PARAMS)
-    with says(NotImplementedError, "come with calibration", "act_static_scale=False"):
+    with says(ValueError, "quant_stats of a function is {'<site id>': {'lhs': statistic}}"):
         fewbit.quantize_params(PARAMS, PLAN, {"up": {"count": 1}})
     with says(ValueError, "params is not a pure dict of jax.Array: up is a str"):
         fewbit.quantize_params({**PARAMS, "up": "text"}, PLAN)
@@ -338,25 +338,24 @@ def test_quantized_parameters_where_a_rule_says_float():
     assert lenient(qp, X).shape == (2, 4)
 
 
-def test_static_ranges_are_not_there_yet():
+def test_static_ranges_without_scales():
     rules = [QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)]
     qf, qp, made = quantized(mlp, rules, PARAMS, X)
     assert {row.act_mode for row in made.sites} == {"static"}
     sentences = (
-        "up:dot_general0 has act_static_scale=True in QuantizationRule(",
-        "need calibration, which is not there yet",
-        "Leave act_static_scale out",
-        "act_calibration_method='fixed,-6,6'",
+        "up:dot_general0 has act_static_scale=True, but there is no 'up/dot_general0_lhs_scale'",
+        "(and 1 more are missing)",
+        "quantize_params(params, plan, quant_stats)",
+        "measure the range of each batch: act_static_scale=None in QuantizationRule(",
     )
     for call in (qf, jax.jit(qf), lambda p, x: jax.eval_shape(qf, p, x)):
-        with says(NotImplementedError, *sentences):
+        with says(ValueError, *sentences):
             call(qp, X)
-    q = fewbit.quantize_model(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), PtqProvider(rules), X)
-    with says(NotImplementedError, ":dot_general0 has act_static_scale=True", *sentences[1:]):
-        q(X)
     linen = fewbit.quantize_model(nn.Dense(4), PtqProvider(rules))
-    with says(NotImplementedError, ":dot_general0 has act_static_scale=True", *sentences[1:]):
-        linen.apply(linen.init(jax.random.key(0), X), X)
+    params = linen.init(jax.random.key(0), X)["params"]
+    del params["dot_general0_lhs_scale"]
+    with says(ValueError, "there is no 'dot_general0_lhs_scale' for it.", *sentences[2:]):
+        linen.apply({"params": params}, X)
     fixed = [rules[0].replace(act_static_scale=None, act_calibration_method="fixed,-6,6")]
     qf, qp, _ = quantized(mlp, fixed, PARAMS, X)  # the cure
     assert jnp.isfinite(qf(qp, X)).all()

@@ -86,6 +86,7 @@ WORKS = {
     "Report": lambda: fewbit.Report(()).bytes == 0,
     "take": lambda: jnp.allclose(fewbit.take(q(), jnp.array([1])), W[1:2], atol=0.01),
     "pack": lambda: fewbit.pack(fewbit.quantize(W, "int4")).layout == "bits",
+    "QuantizedParams": lambda: fewbit.QuantizedParams({"w": W}, {}).params["w"] is W,
     "unpack": lambda: fewbit.unpack(fewbit.pack(fewbit.quantize(W, "int4"))).layout == "plain",
     "trainable": lambda: fewbit.trainable({"w": q(), "b": X}) == {"w": False, "b": True},
     "split_trainable": lambda: fewbit.split_trainable({"w": q(), "b": X})[0]["w"] is None,

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import arrays as oracle
 
+from fewbit.layouts import pack as pack_tree
+from fewbit.layouts import unpack as unpack_tree
 from fewbit.numerics import FORMATS
 from fewbit.packing import (
     from_bit_patterns,
@@ -16,7 +18,7 @@ from fewbit.packing import (
     to_bit_patterns,
     unpack_bits,
 )
-from fewbit.qarray import pack, pack_tree, quantize, unpack, unpack_tree
+from fewbit.qarray import pack, quantize, unpack
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -191,3 +191,50 @@ def test_what_holds_no_parameters():
     for nothing, kind in ((model, "function"), (qf, "function"), (plan, "Plan")):
         with pytest.raises(TypeError, match=f"a {kind} holds none. Give it the parameters"):
             fewbit.report(nothing)
+    for nothing, kind in (
+        (3, "the int 3"),
+        ("x", "the string 'x'"),
+        (None, "None"),
+        (W8, "a list of QuantizationRule objects"),
+        ({"step": 3}, "a dict with the key 'step'"),
+    ):
+        with pytest.raises(TypeError, match=f"and {kind} holds none. Give it the parameters"):
+            fewbit.report(nothing)
+
+
+def test_a_tree_without_quantized_parameters_says_so():
+    found = fewbit.report(PARAMS)
+    assert found.table(width=60).splitlines()[-1] == (
+        "No parameter is quantized (0 of 3 arrays, 10.2 KiB)."
+    )
+    assert str(fewbit.report({})) == "No parameter is quantized (0 of 0 arrays, 0 B)."
+    assert "(root)" in str(fewbit.report(jnp.zeros(3)))
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 100])
+@pytest.mark.parametrize("qtype", ["int3", "int8", "float8_e4m3b11fnuz", "mxfp4"])
+def test_numbers_are_never_cut(width, qtype, monkeypatch):
+    array = jax.eval_shape(
+        lambda x: fewbit.quantize(x, qtype, tiled_axes={0: 32}),
+        jax.ShapeDtypeStruct((14336, 11008), "float32"),
+    )
+    path = "decoder/layers/0/attention/query_projection"
+    found = fewbit.report({path: {"kernel": array, "bias": jnp.zeros(11008)}})
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = str(found)
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines)
+    names = lines[0].split()
+    row = next(line for line in lines if line.split()[0].endswith("kernel"))
+    assert "…" in row.split()[0] and row.count("…") == 1
+    assert "14336x11008" in row and qtype in row
+    assert row.endswith(fewbit._text.human_bytes(array.nbytes)) and names[-1] == "bytes"
+    for column in {"scales", "layout"} - set(names):  # what is missing is named
+        assert "No room here for: " in text and column in text.partition("No room")[2]
+
+
+def test_a_shape_wider_than_the_page_is_still_whole():
+    shape = (1234,) * 12
+    leaf = jax.ShapeDtypeStruct(shape, "float32")
+    text = fewbit.report({"a/rather/long/path/to/it": leaf}).table(width=60)
+    assert "x".join(map(str, shape)) in text and "…" in text

@@ -1,5 +1,7 @@
 """Whether an operation, run as it will be run here, is slower than the float32 one it replaces."""
 
+from typing import Any
+
 import jax
 
 # XLA's integer product needs a few rows to pay for quantizing them (bench/xla_products.py).
@@ -15,8 +17,16 @@ def runs_on(what: str, rows: int) -> str:
     >>> runs_on('dequantize + float dot', 1) if jax.default_backend() == 'cpu' else 'slow'
     'xla dequantize + float dot, slow'
     """
+    if what.startswith("native"):
+        return what
     text = f"xla {what}"
     if jax.default_backend() != "cpu":
         return text
-    fast = what.startswith("int8") and rows >= _ROWS_FOR_INT8
-    return text if fast else f"{text}, slow"
+    return text if what.startswith("int8") and _many(rows) else f"{text}, slow"
+
+
+def _many(rows: Any) -> bool:
+    try:
+        return bool(rows >= _ROWS_FOR_INT8)
+    except jax.core.InconclusiveDimensionOperation:  # a symbolic batch: it may be many
+        return True

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from fewbit._plan import Plan
+from fewbit.models.argument_order import check_provider, check_rules, is_rules, suspect_order
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
@@ -36,6 +37,8 @@ _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 def front_end(model: Any) -> Any:
     """The module of `fewbit.models` that handles this model."""
+    if "flax.serialization" in sys.modules:
+        importlib.import_module("fewbit.models.flax_serialization").register()
     for framework, base, name in _KINDS:
         loaded = sys.modules.get(framework)
         if loaded is not None and isinstance(model, getattr(loaded, base)):
@@ -49,24 +52,13 @@ def front_end(model: Any) -> Any:
         return importlib.import_module("fewbit.models.function")
     if isinstance(model, type):
         fix = f" Pass an instance: {model.__name__}(...)."
+    elif is_rules(model):
+        fix = " The model comes first: fewbit.plan(model, rules, *inputs)."
     elif isinstance(model, Mapping | list | tuple):
         fix = " Parameters are quantized by quantize_params(params, plan)."
     else:
         fix = ""
     raise ValueError(_MSG_TYPE.format(found=type(model), fix=fix))
-
-
-def _no_provider(model: Any, provider: Any) -> str:
-    found = f"a {type(provider).__name__}"
-    fix = "Write quantize_model(model, PtqProvider(rules), ...)."
-    if isinstance(model, QuantizationProvider):
-        fix = "The model comes first: quantize_model(model, provider, ...)."
-    elif isinstance(provider, type) and issubclass(provider, QuantizationProvider):
-        found = f"the class {provider.__name__}"
-        fix = f"Make one of it: quantize_model(model, {provider.__name__}(rules), ...)."
-    elif isinstance(provider, Plan):
-        fix = "Write quantize_model(model, PtqProvider(plan.rules), ...)."
-    return f"quantize_model takes a provider as its second argument, got {found}. {fix}"
 
 
 def quantize_model(
@@ -91,11 +83,12 @@ def quantize_model(
     >>> print(qf(qparams, x)[0].round(2))
     [1. 1. 1.]
     """
-    if not isinstance(provider, QuantizationProvider):
-        raise TypeError(_no_provider(model, provider))
-    return front_end(model).quantize(
-        model, provider, *model_inputs, methods=tuple(methods), **model_inputs_kwargs
-    )
+    check_provider(model, provider, model_inputs)
+    kind = front_end(model)
+    with suspect_order("quantize_model", model, model_inputs):
+        return kind.quantize(
+            model, provider, *model_inputs, methods=tuple(methods), **model_inputs_kwargs
+        )
 
 
 def plan(
@@ -121,7 +114,8 @@ def plan(
     >>> p.totals.bytes_before, p.totals.bytes_after
     (8192, 2176)
     """
+    check_rules(model, rules, inputs)
     provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
-    return front_end(model).plan(
-        model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs
-    )
+    kind = front_end(model)
+    with suspect_order("plan", model, inputs):
+        return kind.plan(model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs)

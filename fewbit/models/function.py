@@ -1,18 +1,47 @@
 """Plain functions `f(params, *args)`, params any pytree: Equinox, Haiku or hand-written models."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
+
 from fewbit._plan import Plan
-from fewbit.calls import Cache, Call, key_name, split_call
+from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
 from fewbit.models.planning import plan_runs
+from fewbit.static_scales import QuantizedParams, ScaleName, name_of_site
+
+_ENTRIES = tuple(f"{side}_{part}" for side in ("lhs", "rhs") for part in ("scale", "zero_point"))
+_MSG_ENTRY = (
+    "act_scales[{site!r}] has the entry {entry!r}. QuantizedParams(params, act_scales) takes "
+    "{{'<site id>': {{'lhs_scale': array, 'lhs_zero_point': array}}}}, or rhs for the other side."
+)
+
+_NOTE_ONE_ARRAY = (
+    "the parameters are one array, and a later argument is a tree: if that tree holds the "
+    "parameters, write the function as f(params, x) and pass them first"
+)
 
 
 def _name(keypath: tuple[Any, ...]) -> str | None:
-    """Parameters are the leaves of the first argument."""
+    """Parameters are the leaves of the first argument; their static scales come last."""
+    if keypath[0].idx == 3:
+        side, _, end = str(keypath[2].key).partition("_")
+        return ScaleName(f"{name_of_site(keypath[1].key, side)}_{end}")
     return key_name(keypath[1:]) if keypath[0].idx == 0 else None
+
+
+def _split(params: Any) -> tuple[Any, dict[str, Any]]:
+    """Parameters and static scales."""
+    if not isinstance(params, QuantizedParams):
+        return params, {}
+    for site, entries in params.act_scales.items():
+        for entry in entries if isinstance(entries, Mapping) else (entries,):
+            if entry not in _ENTRIES:
+                raise ValueError(_MSG_ENTRY.format(site=site, entry=entry))
+    return params.params, {site: dict(entries) for site, entries in params.act_scales.items()}
 
 
 class QuantizedFunction:
@@ -28,13 +57,14 @@ class QuantizedFunction:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
-        dynamic, call = split_call((params, args, kwargs), _name)
+        params, scales = _split(params)
+        dynamic, call = split_call((params, args, kwargs, scales), _name)
         runner = self._runners.get(lambda: call.key, lambda: self.runner(call))
         return self.provider.process_model_output("__call__", runner(dynamic))
 
     def runner(self, call: Call) -> Runner:
         def pure(dynamic):
-            params, args, kwargs = call.merge(dynamic)
+            params, args, kwargs, _ = call.merge(dynamic)
             return self.function(params, *args, **kwargs)
 
         what = f"function {getattr(self.function, '__name__', type(self.function).__name__)}"
@@ -78,10 +108,14 @@ def plan(
         function = function.function
     if not inputs:
         raise ValueError(
-            "fewbit.plan(f, rules, params, *args) needs the arguments of the function; "
-            "abstract ones (jax.eval_shape, jax.ShapeDtypeStruct) do."
+            "fewbit.plan(f, rules, params, *args) needs the arguments of the function, the "
+            "parameters first and by position; abstract ones (jax.eval_shape, "
+            "jax.ShapeDtypeStruct) do."
         )
     params, *args = inputs
-    dynamic, call = split_call((params, tuple(args), kwargs), _name)
+    dynamic, call = split_call((_split(params)[0], tuple(args), kwargs, {}), _name)
     runner = QuantizedFunction(function, provider).runner(call)
-    return plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]
+    made = plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]
+    if is_array(params) and any(isinstance(a, Mapping) and jax.tree.leaves(a) for a in args):
+        made = replace(made, notes=(*made.notes, _NOTE_ONE_ARRAY))
+    return made

@@ -24,6 +24,7 @@ from fewbit.jaxprs import scope_name
 from fewbit.models.planning import plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
+from fewbit.static_scales import ScaleName, insert, split_scales
 
 ALL_BUT_PARAMS = DenyList(("params",))
 _runners: Cache[Runner] = Cache(256)
@@ -132,7 +133,8 @@ def make_run(
     options: Options,
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling `apply`, and the leaves to call it with."""
-    tree = (jax.tree.map(box_outside, variables, is_leaf=is_aux), rngs, args, kwargs)
+    variables, scales = without_scales(variables)
+    tree = (jax.tree.map(box_outside, variables, is_leaf=is_aux), rngs, args, kwargs, scales)
     dynamic, call = split_call(tree, _name)
 
     def make() -> Runner:
@@ -148,7 +150,7 @@ def make_run(
 
 
 def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> Any:
-    variables, rngs, args, kwargs = call.merge(dynamic)
+    variables, rngs, args, kwargs, _ = call.merge(dynamic)
     with scopes():
         return twin.apply(
             variables,
@@ -205,9 +207,29 @@ def _what(twin: nn.Module) -> str:
 
 def _name(keypath: tuple[Any, ...]) -> str | None:
     """Parameters are the leaves of the collection 'params'; boxes add nothing to the path."""
+    if keypath[0].idx == 4:
+        return ScaleName(keypath[1].key)
     if keypath[0].idx != 0 or len(keypath) < 2 or keypath[1].key != "params":
         return None
     return key_name(tuple(k for k in keypath[2:] if not isinstance(k, jax.tree_util.GetAttrKey)))
+
+
+def without_scales(variables: Any) -> tuple[Any, dict[str, Any]]:
+    """Variables without static scales, which no module of the float twin knows, and these."""
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        return variables, {}
+    params, scales = split_scales(variables["params"])
+    return ({**variables, "params": params}, scales) if scales else (variables, {})
+
+
+def with_scales(variables: Any, scales: Mapping[str, Any]) -> Any:
+    """The inverse of `without_scales`."""
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        return variables
+    params = variables["params"]
+    for name, value in scales.items():
+        params = insert(params, name, value)
+    return {**variables, "params": params}
 
 
 def float_twin(module: nn.Module) -> nn.Module:

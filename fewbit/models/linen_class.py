@@ -15,6 +15,7 @@ from flax.core import DenyList
 from flax.core.scope import subtract_filters
 
 from fewbit import current
+from fewbit.models import flax_serialization
 from fewbit.models.linen import (
     ALL_BUT_PARAMS,
     Options,
@@ -23,10 +24,14 @@ from fewbit.models.linen import (
     float_twin,
     initializing,
     make_run,
+    with_scales,
+    without_scales,
 )
 from fewbit.models.planning import plan_runs
 from fewbit.params import quantize_params
+from fewbit.static_scales import empty_scales
 
+flax_serialization.register()  # models that are unpickled come by no other way
 _NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` returns
 
 
@@ -75,7 +80,10 @@ def _apply(
     _, args, kwargs = provider.process_model_inputs(self, args, kwargs)
     options = Options.of(method, mutable, capture_intermediates)
     runner, dynamic = make_run(float_twin(self), provider, variables, rngs, args, kwargs, options)
-    return provider.process_model_output(options.method_name, boxes_inside(runner(dynamic)))
+    out = boxes_inside(runner(dynamic))
+    if mutable is not False:  # a mutable collection 'params' comes back whole
+        out = out[0], with_scales(out[1], without_scales(variables)[1])
+    return provider.process_model_output(options.method_name, out)
 
 
 def _init(
@@ -109,7 +117,8 @@ def _init(
         made, _ = plan_runs([run], kind="linen", strict=one and provider.strict)
     if not provider.quantizes_params:
         return variables
-    return {**variables, "params": quantize_params(variables["params"], made)}
+    quantized = {**variables, "params": quantize_params(variables["params"], made)}
+    return with_scales(quantized, empty_scales(made.scales))
 
 
 def _init_with_output(

@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 
 from fewbit._plan import Plan
 from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError, is_stored
-from fewbit.models import nnx_calls
+from fewbit.models import flax_serialization, nnx_calls
 from fewbit.models.nnx_scopes import (
     methods_of,
     modules,
@@ -25,7 +26,9 @@ from fewbit.models.nnx_scopes import (
 from fewbit.models.planning import plan_runs
 from fewbit.params import quantize_leaf
 from fewbit.qarray import QArray, WithAux
+from fewbit.static_scales import empty_scales
 
+flax_serialization.register()  # models that are unpickled come by no other way
 nnx.register_data_type(QArray)
 nnx.register_data_type(WithAux)
 
@@ -49,6 +52,11 @@ _MSG_REWRITTEN = (
     "Parameter '{leaf}' would be stored as {qtype}, but {method} of {model} assigns to it. A "
     "stored weight is only read. Make it an nnx.Variable of another type than nnx.Param, or leave "
     "it float: QuantizationRule(module_path={path!r}) before the other rules."
+)
+
+_MSG_NO_MODULE = (
+    "The static scale '{name}' belongs to a module at '{path}', and the model has none there. Use "
+    "a dynamic range for this path: act_static_scale=None in a rule of its own."
 )
 
 
@@ -75,9 +83,22 @@ def quantize(
             leaf = planned.get("/".join(map(str, path)))
             if leaf is not None and leaf.how is not None:
                 variable.set_value(quantize_leaf(leaf.path, variable.get_value(), leaf))
+        _add_scales(new, made)
     for place, module in modules(new):
         set_place(module, place)
     return _with_classes(new, provider)
+
+
+def _add_scales(model: nnx.Module, made: Plan) -> None:
+    """Params for static scales on the modules of their Sites, to be filled by calibration."""
+    places = dict(modules(model))
+    values = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
+    for name, value in empty_scales(made.scales, abstract).items():
+        path, _, attribute = name.rpartition("/")
+        if path not in places:
+            raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
+        setattr(places[path], attribute, nnx.Param(value))
 
 
 def plan(

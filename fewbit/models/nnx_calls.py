@@ -15,6 +15,7 @@ from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
+from fewbit.static_scales import ScaleName, is_static_scale
 from fewbit.weight import plain
 
 _runners: Cache["NnxRunner"] = Cache(256)
@@ -56,7 +57,8 @@ def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: 
 
     def make() -> NnxRunner:
         tree = (values, args, kwargs)
-        return NnxRunner(model, provider, method, base, graphdef, call, variables, tree)
+        bases = (base, *map(place_of, nodes[1:]))
+        return NnxRunner(model, provider, method, bases, graphdef, call, variables, tree)
 
     runner = _runners.get(lambda: (graphdef, provider, method, base, call.key), make)
     return Prepared(runner, dynamic, tuple(nodes), variables)
@@ -187,10 +189,12 @@ class _Outcome:
 class NnxRunner(Runner):
     """A runner that reports changed state instead of returning all of it."""
 
-    def __init__(self, model, provider, method, base, graphdef, call, variables, tree):
-        self.names = _names(base, variables, tree)
+    def __init__(self, model, provider, method, bases, graphdef, call, variables, tree):
+        base = bases[0]
+        self.names = _names(bases, variables, tree)
         self.before = _input_slots(variables)
-        twin = functools.partial(_run_twin, graphdef, base, method, call)
+        scales = tuple(path for path, v in variables.items() if is_scale(path, v))
+        twin = functools.partial(_run_twin, graphdef, base, method, call, scales)
         super().__init__(
             functools.partial(twin, True),
             provider,
@@ -259,18 +263,28 @@ class NnxRunner(Runner):
         return [name for name in map(self.names.__getitem__, numbers) if name is not None]
 
 
-def _names(base: str, variables: dict[Path, Any], tree: Any) -> tuple[str | None, ...]:
-    """The parameter path of each traced leaf; None for what is no parameter of the model itself."""
+def is_scale(path: Path, variable: Any) -> bool:
+    """Whether a Variable holds a static activation scale."""
+    return isinstance(variable, nnx.Param) and is_static_scale(path[-1], value_of(variable))
+
+
+def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tuple[str | None, ...]:
+    """The parameter path of each traced leaf; None for what is no parameter of the model itself.
+
+    Static scales are known in the arguments' modules too: a Site there is named by its module.
+    """
     kinds = list(variables.items())
 
     def name(keypath):
         if keypath[0].idx != 0:
             return None
         path, variable = kinds[keypath[1].idx]
-        if path[0] != 0 or not isinstance(variable, nnx.Param):
+        scale = is_scale(path, variable)
+        if not scale and (path[0] != 0 or not isinstance(variable, nnx.Param)):
             return None
-        parts = [base, *map(str, path[1:]), key_name(keypath[2:])]
-        return "/".join(part for part in parts if part)
+        parts = [bases[path[0]], *map(str, path[1:]), key_name(keypath[2:])]
+        name = "/".join(part for part in parts if part)
+        return ScaleName(name) if scale else name
 
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
     return tuple(name(key) for key, value in flat if is_array(value))
@@ -294,11 +308,17 @@ def _run_twin(
     base: str,
     method: str,
     call: Call,
+    scales: tuple[Path, ...],
     annotate: bool,
     dynamic: list[Any],
 ) -> _After:
     values, args, kwargs = call.merge(dynamic)
     nodes = nnx.merge(graphdef, values)  # a list: a Variable may hold a dict, which is no state
+    # The author's code, which may scan or vmap a module, must not meet scales of another shape.
+    set_aside = [(get_at(nodes, path[:-1]), path[-1]) for path in scales]
+    variables = [vars(module)[name] for module, name in set_aside]
+    for module, name in set_aside:
+        delattr(module, name)
     changed = open_scopes(nodes, base, annotate)
 
     def unmark(value):
@@ -307,6 +327,8 @@ def _run_twin(
     args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, _Node))
     result = getattr(nodes[0], method)(*args, **kwargs)
     close_scopes(changed)
+    for (module, name), variable in zip(set_aside, variables, strict=True):
+        setattr(module, name, variable)
     out, out_call = split_call(_refer(result, nodes))
     after, state = nnx.split(nodes)
     arrays, contents = list(out), []

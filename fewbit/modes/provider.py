@@ -6,6 +6,8 @@ quantized. Inside such a method `_get_current_rule_and_op_id(op)` tells the rule
 number.
 """
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from fewbit import current
+from fewbit._errors import describe
+from fewbit._plan import Plan
 from fewbit.qarray import QArray, dequantize
-from fewbit.rules import QuantizationRule, first_match
+from fewbit.rules import LoraRule, QtRule, QuantizationRule, changed_fields, first_match
 
 _MSG_NOT_TRACED = (
     "Quantization is not completed yet. Please call `quantize_model` before calling "
@@ -35,6 +39,16 @@ _MSG_NOTHING_PATCHED = (
     "runs, so there is nothing to intercept. The interpreter calls the provider's own methods: "
     "override dot_general, einsum, conv_general_dilated or ragged_dot in a subclass."
 )
+_MSG_REFUSED = (
+    "{provider} makes no adapters, so it would ignore the rank and alpha of {rule!r}. Give the "
+    "rule to a LoraProvider; without adapters, {instead}."
+)
+_MSG_FORWARD = (
+    "{provider} does not read {fields} of {rule!r}, which changed the numbers in training, so the "
+    "model may behave differently here. Leave {fields} out, or check the accuracy of the result."
+)
+# What a QtRule says about the forward pass; the rest is about gradients, which serving has not.
+_FORWARD_FIELDS = ("disable_channelwise_axes", "additional_qt_config")
 _INTERCEPTION = ("get_intercept_map", "get_interceptors")
 
 
@@ -48,6 +62,7 @@ class QuantizationProvider:
     """
 
     quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float (training)
+    refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
     def __init__(
         self,
@@ -81,9 +96,22 @@ class QuantizationProvider:
 
     def _init_rule(self, rule: Any) -> QuantizationRule:
         if not isinstance(rule, QuantizationRule):
-            found = f"a {type(rule).__name__} in it: {rule!r}"
-            fix = f"Write QuantizationRule(**{rule!r})." if isinstance(rule, dict) else _WRITE_RULE
-            raise TypeError(_MSG_RULES.format(found=found, fix=fix))
+            fields = _rule_fields(rule)
+            found = describe(rule) if fields is None else f"a {type(rule).__name__}"
+            fix = _WRITE_RULE if fields is None else f"Write QuantizationRule(**{fields!r})."
+            raise TypeError(_MSG_RULES.format(found=f"{found} in it", fix=fix))
+        if isinstance(rule, self.refuses):
+            plain = QuantizationRule(**_common_fields(rule))
+            instead = "leave it out" if rule.switched_off else f"write {plain!r}"
+            name = type(self).__name__
+            raise TypeError(_MSG_REFUSED.format(provider=name, rule=rule, instead=instead))
+        if isinstance(rule, QtRule) and self.quantizes_params:
+            unread = [name for name in _FORWARD_FIELDS if name in changed_fields(rule)]
+            if unread and not rule.switched_off:
+                text = _MSG_FORWARD.format(
+                    provider=type(self).__name__, fields=" and ".join(unread), rule=rule
+                )
+                warnings.warn(text, stacklevel=4)
         return rule
 
     # Two providers made alike are alike, so that models quantized alike share classes and jit
@@ -241,18 +269,35 @@ class QuantizationProvider:
 
 
 def _check_rules(rules: Any) -> None:
+    found, fix = describe(rules), _WRITE_RULE
     if isinstance(rules, QuantizationProvider):
-        found = f"a {type(rules).__name__}"
-        fix = f"It is a provider already: use it as it is, or {found[2:]}(provider.rules)."
-    elif isinstance(rules, str):
-        found, fix = f"the string {rules!r}", _WRITE_RULE
+        name = type(rules).__name__
+        fix = f"It is a provider already: use it as it is, or {name}(provider.rules)."
+    elif isinstance(rules, type) and issubclass(rules, QuantizationProvider):
+        fix = f"Make a provider of it: {rules.__name__}(rules)."
+    elif isinstance(rules, Plan):
+        fix = "Its rules are plan.rules."
     elif isinstance(rules, Mapping):
-        found, fix = "a mapping", f"Write [QuantizationRule(**{dict(rules)!r})]."
-    elif not isinstance(rules, Iterable):
-        found, fix = repr(rules), _WRITE_RULE
-    else:
+        fields = _rule_fields(rules)
+        if fields is not None:
+            found, fix = "a mapping", f"Write [QuantizationRule(**{fields!r})]."
+    elif isinstance(rules, int | float):
+        found = repr(rules)
+    elif isinstance(rules, Iterable) and not isinstance(rules, str) and not hasattr(rules, "dtype"):
         return
     raise TypeError(_MSG_RULES.format(found=found, fix=fix))
+
+
+def _rule_fields(value: Any) -> dict[str, Any] | None:
+    """A mapping of nothing but fields of a rule, as a dict; None for any other value."""
+    names = {field.name for field in dataclasses.fields(QuantizationRule)}
+    is_rule = isinstance(value, Mapping) and value and set(value) <= names
+    return dict(value) if is_rule else None
+
+
+def _common_fields(rule: QuantizationRule) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(QuantizationRule)}
+    return {name: value for name, value in changed_fields(rule).items() if name in names}
 
 
 def as_float(operand: Any) -> Any:

@@ -1,39 +1,31 @@
-"""Post-training quantization: weights stored quantized, activations float or quantized on the fly.
+"""Post-training quantization: weights stored quantized, activations float or quantized too.
 
+An activation's scale is measured on the batch, or the stored one if the Site has one.
 Gradients are straight-through: the value of a product with quantized activations is the quantized
 one, its derivative that of the float product with the dequantized weight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from fewbit import current, ops
+from fewbit.decisions import activation_fields
 from fewbit.modes.provider import QuantizationProvider, as_float
 from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
 from fewbit.rules import QuantizationRule
+from fewbit.static_run import quantize_static
 
 Hows = Sequence[HowToQuantize | None]
-
-_MSG_STATIC = (
-    "{site} has act_static_scale=True in {rule!r}, but static activation ranges need calibration, "
-    "which is not there yet. Leave act_static_scale out to measure the range of each batch, or "
-    "give a range you know: act_static_scale=None, act_calibration_method='fixed,-6,6'."
-)
 
 
 class BoxedParamProvider(QuantizationProvider):
     """Parameters live as `WithAux(QArray)`; the common base of PTQ and LoRA."""
 
     quantizes_params = True
-
-    def check_ready(self, rules: Mapping[str, QuantizationRule]) -> None:
-        for site, rule in rules.items():
-            if rule.act_static_scale:
-                raise NotImplementedError(_MSG_STATIC.format(site=site, rule=rule))
 
     def dot_general(
         self,
@@ -126,7 +118,7 @@ class BoxedParamProvider(QuantizationProvider):
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("ragged_dot")
 
-        def product(lhs, rhs):
+        def product(lhs, rhs, group_sizes, group_offset):
             return ops.ragged_dot(
                 lhs, rhs, group_sizes, precision, preferred_element_type, group_offset
             )
@@ -136,7 +128,8 @@ class BoxedParamProvider(QuantizationProvider):
             (lhs, rhs),
             lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
         )
-        return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot)
+        groups = (group_sizes, group_offset)
+        return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot, groups)
 
 
 class PtqProvider(BoxedParamProvider):
@@ -171,11 +164,7 @@ def activation_hows(
     """How to quantize each operand that is not a stored weight; None leaves it as it is."""
     if rule is None or rule.weight_qtype is None or rule.act_qtype is None:
         return (None,) * len(operands)
-    fields = dict(
-        qtype=rule.act_qtype,
-        tile_size=rule.tile_size,
-        calibration_method=rule.act_calibration_method or "absmax",
-    )
+    fields = activation_fields(rule)
     return tuple(
         how_for(i == 0, **fields)
         if not isinstance(x, QArray) and should_quantize(x.dtype)
@@ -189,27 +178,39 @@ def quantized_product(
     operands: Sequence[Any],
     hows: Hows,
     describe: Callable[..., str],
+    rest: tuple[Any, ...] = (),
 ) -> jax.Array:
-    """The product with operands quantized as `hows` say, differentiated as the float product."""
+    """The product with operands quantized as `hows` say, differentiated as the float product.
 
-    def value(operands):
-        quantized = [
-            x if how is None else quantize_with(x, how)
-            for x, how in zip(operands, hows, strict=True)
-        ]
-        here = current.current_site()
+    `rest` are the product's other arguments: whatever is traced has to be an operand of the
+    custom derivative, which may not close over it.
+    """
+    here = current.current_site()
+
+    def quantized(k, x, static):
+        how = hows[k]
+        if how is None:
+            return x
+        return quantize_static(x, how, *static[k]) if k in static else quantize_with(x, how)
+
+    def value(operands, static, rest):
+        quantized_operands = [quantized(k, x, static) for k, x in enumerate(operands)]
         if here is not None:
-            here.report(describe(*quantized))
-        return product(*quantized)
+            here.report(describe(*quantized_operands))
+        return product(*quantized_operands, *rest)
 
+    static = {} if here is None else dict(here.static)
     if all(how is None for how in hows):
-        return value(operands)
+        return value(operands, static, rest)
 
     straight = jax.custom_jvp(value)
 
     @straight.defjvp
     def derivative(primals, tangents):
-        _, tangent = jax.jvp(lambda xs: product(*map(as_float, xs)), primals, tangents)
+        rest = primals[2]
+        _, tangent = jax.jvp(
+            lambda xs: product(*map(as_float, xs), *rest), primals[:1], tangents[:1]
+        )
         return straight(*primals), tangent
 
-    return straight(tuple(operands))
+    return straight(tuple(operands), static, rest)

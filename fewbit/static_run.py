@@ -1,0 +1,150 @@
+"""Static activation scales while a model runs: found, checked, picked for the layer, used.
+
+Scales ride beside the parameters as one explicit value. Loops and branches close over it; bodies
+that JAX does not let close over traced values (custom derivatives, `shard_map`) take it as an
+operand.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from jax import lax
+
+from fewbit._plan import ScalePlan
+from fewbit.decisions import Decision
+from fewbit.qarray import HowToQuantize, QArray, get_tile_shape, quantize_with_scale_zero_point
+from fewbit.rules import QuantizationRule
+from fewbit.static_scales import (
+    SCALE,
+    SIDES,
+    ZERO_POINT,
+    abstract_scales,
+    fits,
+    planned_scales,
+    scale_name,
+    static_sides,
+)
+from fewbit.tiling import uneven_tiles
+from fewbit.trace import Program, TracedSite
+
+_MSG_NO_SCALE = (
+    "{site} has act_static_scale=True, but there is no '{leaf}' for it{more}. Make the scales from "
+    "collected statistics: quantize_params(params, plan, quant_stats); or measure the range of "
+    "each batch: act_static_scale=None in {rule!r}.{near}"
+)
+_MSG_SHAPE = (
+    "'{leaf}' has shape {found}, but {site} needs {wanted} for its {side} {operand}. Scales do not "
+    "depend on an axis that is in act_batch_axes: write act_batch_axes={axes} in the rule and make "
+    "the scales again, or run on inputs like those of the calibration."
+)
+_MSG_LAYERS = (
+    "'{leaf}' has shape {found}, but {site} is inside a scan over {layers} layers and needs a "
+    "scale for each: {wanted}. Make the scales with a plan of this model."
+)
+_MSG_DYNAMIC = (
+    "'{leaf}' is a static scale, but the rule for {site} does not say act_static_scale=True, so it "
+    "would not be used: {rule!r}. Run the model with the rules its parameters were quantized by, "
+    "or make the provider with strict=False."
+)
+
+
+@dataclass
+class StaticScales:
+    """The scales of a run, by full name, and the layer numbers of the scans around the equation."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[Any, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    @property
+    def state(self) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """Everything traced, for a body that must not close over it."""
+        return self.values, self.layers
+
+    @contextmanager
+    def using(self, state: tuple[dict[str, Any], tuple[Any, ...]]) -> Iterator[None]:
+        """While a body runs that got the state as an operand."""
+        before = self.state
+        self.values, self.layers = state
+        try:
+            yield
+        finally:
+            self.values, self.layers = before
+
+    def of(self, ts: TracedSite, rule: QuantizationRule) -> dict[int, tuple[Any, Any]]:
+        """(scale, zero point) for each operand that has one, of the layer that is being run."""
+
+        def part(name: str) -> Any:
+            value = self.values.get(name)
+            for i in self.layers[: len(ts.layers)] if value is not None else ():
+                value = lax.dynamic_index_in_dim(value, i, 0, keepdims=False)
+            return value
+
+        names = {side: scale_name(ts.site, side) for side in static_sides(ts, rule)}
+        return {k: (part(name + SCALE), part(name + ZERO_POINT)) for k, name in names.items()}
+
+
+def quantize_static(array: Any, how: HowToQuantize, scale: Any, zero_point: Any) -> QArray:
+    """Quantize an activation with its stored scale; what lies outside its range clips."""
+    tile_shape = get_tile_shape(array.shape, how)
+    tiles = uneven_tiles(array.shape, scale.shape, tile_shape)
+    tiles = tuple((axis, tile) for axis, tile in tiles if scale.shape[axis] != 1)
+    return quantize_with_scale_zero_point(array, how.qtype, scale, zero_point, tiles=tiles)
+
+
+def check_scales(
+    program: Program, decisions: Mapping[str, Decision], values: Mapping[str, Any], strict: bool
+) -> None:
+    """Every static Site has its scale, of a shape that serves the operand."""
+    wanted: dict[str, tuple[TracedSite, int]] = {}
+    for ts in program.sites:
+        for side in static_sides(ts, decisions[ts.site.id].rule):
+            wanted[scale_name(ts.site, side)] = ts, side
+    entries = {s.name: s for s in planned_scales([program], [decisions])}
+    names = list(abstract_scales(tuple(entries.values())))
+    missing = [name for name in names if name not in values]
+    if missing:
+        ts, _ = wanted[_base(missing[0])]
+        close = get_close_matches(missing[0], [n for n in values if n not in names], 1)
+        raise ValueError(
+            _MSG_NO_SCALE.format(
+                site=ts.site.id,
+                leaf=missing[0],
+                more=f" (and {len(missing) - 1} more are missing)" if len(missing) > 1 else "",
+                rule=decisions[ts.site.id].rule,
+                near=f" There is '{close[0]}', which no Site here has." if close else "",
+            )
+        )
+    for name in names:
+        _check_shape(name, values[name].shape, *wanted[_base(name)], entries[_base(name)])
+    for ts in program.sites if strict else ():
+        rule = decisions[ts.site.id].rule
+        for name in (scale_name(ts.site, side) + SCALE for side in (0, 1)):
+            if rule is not None and not rule.act_static_scale and name in values:
+                raise ValueError(_MSG_DYNAMIC.format(leaf=name, site=ts.site.id, rule=rule))
+
+
+def _base(name: str) -> str:
+    return name.removesuffix(SCALE).removesuffix(ZERO_POINT)
+
+
+def _check_shape(
+    leaf: str, found: Sequence[int], ts: TracedSite, side: int, scale: ScalePlan
+) -> None:
+    depth = len(ts.layers)
+    if fits(found, scale.shape, depth):
+        return
+    text = dict(leaf=leaf, found=tuple(found), site=ts.site.id, wanted=scale.shape)
+    if tuple(found[:depth]) != ts.layers:
+        layers = " x ".join(map(str, ts.layers))
+        raise ValueError(_MSG_LAYERS.format(**text, layers=layers))
+    pairs = zip(found[depth:], scale.shape[depth:], strict=False)
+    differ = {axis for axis, (n, m) in enumerate(pairs) if n != m}
+    axes = tuple(sorted({*(scale.rule.act_batch_axes if scale.rule else ()), *differ}))
+    operand = (ts.site.lhs, ts.site.rhs)[side]
+    raise ValueError(_MSG_SHAPE.format(**text, side=SIDES[side], operand=operand, axes=axes))

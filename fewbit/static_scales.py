@@ -1,0 +1,234 @@
+"""Static activation scales: which operands have one, what it looks like, where it is kept.
+
+Under a rule with `act_static_scale=True` an activation is not measured; its scale is stored among
+the parameters as `<module>/<op_id>_lhs_scale` (with `_zero_point` beside it if the method is
+asymmetric).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit._plan import ScalePlan, Site
+from fewbit._plan_messages import Complaint
+from fewbit.calibration import compute_scale_zero_point, parse_method
+from fewbit.decisions import Decision, activation_fields, operand_how
+from fewbit.numerics import should_quantize
+from fewbit.qarray import (
+    HowToQuantize,
+    QArray,
+    WithAux,
+    get_scale_shape,
+)
+from fewbit.rules import QuantizationRule
+from fewbit.trace import Program, TracedSite
+
+SIDES = ("lhs", "rhs")
+SCALE, ZERO_POINT = "_scale", "_zero_point"
+
+_MSG_CONFLICT = (
+    "{name} is the static scale of {first} and of {second}, which need it in different forms "
+    "({a}; {b}). Methods of one module share a scale by its name: plan one method at a time, let "
+    "batches differ in more axes (act_batch_axes), or use dynamic ranges for this module."
+)
+
+
+class ScaleName(str):
+    """The name by which a front end hands the runner a static scale instead of a parameter."""
+
+    __slots__ = ()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, eq=False)
+class QuantizedParams:
+    """Parameters of a plain function with the static activation scales of its Sites.
+
+    It takes the place of the parameters: `qf(quantized_params, x)`. A pytree like any other.
+
+    >>> import fewbit, jax.numpy as jnp
+    >>> from fewbit.calibration import SimpleMovingAverage
+    >>> rule = fewbit.QuantizationRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
+    >>> f, x = lambda params, x: x @ params['w'], jnp.ones((2, 3))
+    >>> plan = fewbit.plan(f, [rule], {'w': jnp.eye(3)}, x)
+    >>> average, seen = SimpleMovingAverage(), {'absmax': jnp.array([[1.0]])}
+    >>> stats = {'w:dot_general0': {'lhs': average.update(average.init(seen), seen)}}
+    >>> qparams = fewbit.quantize_params({'w': jnp.eye(3)}, plan, stats)
+    >>> qparams.act_scales['w:dot_general0']['lhs_scale'].shape
+    (1, 1)
+    >>> print(fewbit.quantize_model(f, fewbit.PtqProvider([rule]))(qparams, x).shape)
+    (2, 3)
+    """
+
+    params: Any
+    act_scales: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        keys = map(jax.tree_util.GetAttrKey, ("params", "act_scales"))
+        return tuple(zip(keys, (self.params, dict(self.act_scales)), strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> "QuantizedParams":
+        return cls(*children)
+
+
+def is_static_scale(name: Any, value: Any) -> bool:
+    """Whether a parameter tree's entry of this name is a static scale or its zero point."""
+    own = isinstance(value, WithAux) and not isinstance(value.array, QArray)
+    return own and str(name).endswith((SCALE, ZERO_POINT))
+
+
+# --- which operands, and what their scales look like ----------------------------------------------
+
+
+def scale_name(site: Site, side: int) -> str:
+    """'<module>/<op_id>_lhs': what statistics and scales of an operand are called."""
+    return name_at(site.path, site.op_id, SIDES[side])
+
+
+def name_at(path: str, op_id: str, side: str) -> str:
+    """The same from its parts.
+
+    >>> name_at('mlp/up', 'dot_general0', 'lhs'), name_at('', 'einsum1', 'rhs')
+    ('mlp/up/dot_general0_lhs', 'einsum1_rhs')
+    """
+    return f"{path}/{op_id}_{side}" if path else f"{op_id}_{side}"
+
+
+def name_of_site(site_id: str, side: str) -> str:
+    """The same from a Site's id."""
+    path, _, op_id = site_id.rpartition(":")
+    return name_at(path, op_id, side)
+
+
+def static_sides(ts: TracedSite, rule: QuantizationRule | None) -> list[int]:
+    """The operands that have a stored scale: activations, under a rule that says so.
+
+    What is made of parameters alone is the same in every batch, so it is measured as it is.
+    """
+    if rule is None or not rule.act_static_scale or rule.switched_off or ts.site.op == "take":
+        return []
+    infos = (ts.site.lhs, ts.site.rhs)
+    return [k for k in (0, 1) if ts.sources[k] is None and should_quantize(infos[k].dtype)]
+
+
+def scale_plan(ts: TracedSite, side: int, rule: QuantizationRule) -> ScalePlan:
+    """The scale of one operand. `how` is the one that a dynamic range would use."""
+    info = (ts.site.lhs, ts.site.rhs)[side]
+    how = operand_how(ts, side, **activation_fields(rule))
+    shape, rank = list(get_scale_shape(info.shape, how)), len(info.shape)
+    for axis in rule.act_batch_axes:
+        if -rank <= axis < rank:  # one rule serves operands of many ranks
+            shape[axis] = 1
+    full = (*ts.layers, *shape)
+    return ScalePlan(scale_name(ts.site, side), ts.site.id, how, full, info.dtype, rule)
+
+
+def planned_scales(
+    programs: Sequence[Program],
+    decisions: Sequence[Mapping[str, Decision]],
+    complaint: Complaint = lambda message: None,
+) -> tuple[ScalePlan, ...]:
+    """All static scales of a model; two Sites that share a name must mean the same."""
+    found: dict[str, ScalePlan] = {}
+    for program, decided in zip(programs, decisions, strict=True):
+        for ts in program.sites:
+            rule = decided[ts.site.id].rule
+            for side in static_sides(ts, rule):
+                new = scale_plan(ts, side, rule)  # type: ignore[arg-type]
+                old = found.setdefault(new.name, new)
+                if (old.how, old.shape, old.dtype) != (new.how, new.shape, new.dtype):
+                    a, b = (f"{s.dtype}{list(s.shape)}" for s in (old, new))
+                    both = dict(first=old.site, second=new.site, a=a, b=b)
+                    complaint(_MSG_CONFLICT.format(name=old.name, **both))
+    return tuple(found.values())
+
+
+def scale_and_zero_point(calibration: Mapping[str, Any], scale: ScalePlan) -> dict[str, Any]:
+    """The entries that a range becomes, by the end of their names."""
+    how = scale.how.scale_dtype or scale.dtype
+    parts = compute_scale_zero_point(calibration, scale.how.qtype, how)
+    named = zip((SCALE, ZERO_POINT), parts, strict=True)
+    return {suffix: part for suffix, part in named if part is not None}
+
+
+def range_keys(how: HowToQuantize) -> tuple[str, ...]:
+    """What a calibration of this method consists of."""
+    return ("min", "max") if parse_method(how.calibration_method).asymmetric else ("absmax",)
+
+
+def abstract_scales(scales: Sequence[ScalePlan]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every entry, by its full name, as an abstract array."""
+    entries: dict[str, jax.ShapeDtypeStruct] = {}
+    for scale in scales:
+        edge = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
+        calibration = {key: edge for key in range_keys(scale.how)}
+        parts = jax.eval_shape(lambda c, s=scale: scale_and_zero_point(c, s), calibration)
+        entries |= {scale.name + suffix: part for suffix, part in parts.items()}
+    return entries
+
+
+def empty_scales(scales: Sequence[ScalePlan], abstract: bool = False) -> dict[str, WithAux]:
+    """Entries that wait for calibration: NaN, which no result survives."""
+    hows = {s.name + end: s.how.replace(rule=s.rule) for s in scales for end in (SCALE, ZERO_POINT)}
+
+    def fill(part):
+        is_float = jnp.issubdtype(part.dtype, jnp.floating)
+        return jnp.full(part.shape, jnp.nan if is_float else 0, part.dtype)
+
+    parts = abstract_scales(scales)
+    return {k: WithAux(v if abstract else fill(v), hows[k]) for k, v in parts.items()}
+
+
+# --- in parameter trees ---------------------------------------------------------------------------
+
+
+def split_scales(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """A nested mapping without its static scales, and these by full name."""
+    found: dict[str, Any] = {}
+
+    def without(node: Mapping[Any, Any], path: str) -> Any:
+        kept = {}
+        for key, value in node.items():
+            name = f"{path}{key}"
+            if is_static_scale(key, value):
+                found[name] = value
+                continue
+            new = without(value, f"{name}/") if isinstance(value, Mapping) else value
+            if new is value or new or not value:  # a module that had scales alone goes away
+                kept[key] = new
+        same = len(kept) == len(node) and all(kept[key] is node[key] for key in kept)
+        return node if same else type(node)(kept)  # type: ignore[call-arg]
+
+    rest = without(tree, "") if isinstance(tree, Mapping) else tree
+    return rest, found
+
+
+def insert(tree: Any, name: str, value: Any) -> Any:
+    """A nested mapping with one more entry; modules without parameters get a place of their own.
+
+    >>> insert({'up': {'kernel': 1}}, 'up/dot_general0_lhs_scale', 2)
+    {'up': {'kernel': 1, 'dot_general0_lhs_scale': 2}}
+    """
+    part, _, rest = name.partition("/")
+    if not isinstance(tree, Mapping):
+        raise ValueError(
+            f"There is no place for the static scale '{name}': the parameters hold "
+            f"a {type(tree).__name__} where a mapping of modules is expected."
+        )
+    numbered = bool(tree) and all(isinstance(key, int) for key in tree)
+    key = next((k for k in tree if str(k) == part), int(part) if numbered else part)
+    new = insert(tree.get(key, {}), rest, value) if rest else value
+    return type(tree)({**tree, key: new})  # type: ignore[call-arg]
+
+
+def fits(found: Sequence[int], wanted: Sequence[int], layers: int = 0) -> bool:
+    """Whether a scale serves: as wanted, or shared (1) on axes after those of the layers."""
+    same_rank = len(found) == len(wanted)
+    return same_rank and all(
+        n == m or (n == 1 and axis >= layers)
+        for axis, (n, m) in enumerate(zip(found, wanted, strict=True))
+    )

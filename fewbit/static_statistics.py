@@ -1,0 +1,211 @@
+"""From collected statistics to static activation scales: what `quantize_params` does with them.
+
+Linen and NNX keep a statistic at `<module>/<op_id>_lhs`, nested like the parameters; for a plain
+function statistics are `{'<site id>': {'lhs': {...}}}`. A statistic is what
+`fewbit.calibration.SimpleMovingAverage` makes: `count`, `sum_of_<key>` and the extreme seen.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit._plan import ScalePlan
+from fewbit.calibration import SimpleMovingAverage
+from fewbit.qarray import WithAux, check_finite
+from fewbit.static_scales import (
+    SIDES,
+    QuantizedParams,
+    fits,
+    insert,
+    name_of_site,
+    range_keys,
+    scale_and_zero_point,
+)
+
+_EXTREMES = {"absmax": "max_of_absmax", "max": "max_of_max", "min": "min_of_min"}
+
+_MSG_NOT_STATISTICS = (
+    "quant_stats holds {found} at '{path}' where a statistic is expected: a mapping with 'count' "
+    "and 'sum_of_absmax', or 'sum_of_min' and 'sum_of_max'."
+)
+_MSG_FUNCTION = (
+    "quant_stats of a function is {{'<site id>': {{'lhs': statistic}}}}, but it has {found!r}. "
+    "plan.scales lists the Sites and sides."
+)
+_MSG_UNKNOWN = (
+    "quant_stats has '{name}', and {where} has no static scale of that name.{near} Statistics and "
+    "plan must be of one model and one list of rules. Pass allow_extra_params=True to leave out "
+    "what is not needed."
+)
+_MSG_MISSING = (
+    "quant_stats has nothing for {count} of the plan's static scales: {names}. Collect statistics "
+    "on inputs that reach every Site, or pass allow_missing_params=True to make a part of them."
+)
+_MSG_COUNT = (
+    "quant_stats is not initialized for {name}. Its count is 0: no batch has reached this Site "
+    "while statistics were collected. Run calibration data through the model first, or use a "
+    "dynamic range there: act_static_scale=None."
+)
+_MSG_METHOD = (
+    "The statistic {name} has {found}, but the method {method!r} of its rule needs {wanted}: it "
+    "was collected with another act_calibration_method. Collect it again, or change the rule."
+)
+_MSG_NO_RANGE = (
+    "The statistic {name} has no '{wanted}': it was collected by another library, which keeps "
+    "averages only. Write act_static_reduction='mean' in the rule: {rule!r}."
+)
+_MSG_SHAPE = (
+    "The statistic {name} has shape {found}, but the scale needs {wanted}. It was collected on "
+    "inputs of another size, or averaged over other axes: give both rules the same act_batch_axes, "
+    "with every axis that inputs differ in."
+)
+
+
+def add_scales(
+    params: Any,
+    scales: Mapping[str, ScalePlan],
+    quant_stats: Any,
+    *,
+    by_site: bool,
+    whole: bool,
+    allow_extra: bool,
+    present: Collection[str],
+    known: Collection[str],
+) -> Any:
+    """Quantized parameters with the static scales that the statistics give.
+
+    `present` are the parameters that were given, `known` all that the plan or template has: of a
+    part of the model, only the scales of its modules are added. A `whole` plan wants all of them.
+    """
+    stats = _read_by_site(quant_stats, scales) if by_site else _read(quant_stats)
+    where = "the plan" if whole else "the template"
+    for name in stats if not allow_extra else ():
+        if name not in scales:
+            close = get_close_matches(name, scales, 3)
+            near = f" The nearest are {', '.join(close)}." if close else ""
+            raise ValueError(_MSG_UNKNOWN.format(name=name, where=where, near=near))
+    missing = [name for name in scales if name not in stats]
+    if missing and whole:
+        names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise ValueError(_MSG_MISSING.format(count=len(missing), names=names))
+    result = params
+    act_scales: dict[str, dict[str, Any]] = {}
+    for name, scale in scales.items():
+        if name not in stats or not (by_site or _belongs(name, present, known)):
+            continue
+        parts = {
+            end: WithAux(part, scale.how.replace(rule=scale.rule))
+            for end, part in static_scale(scale, stats[name]).items()
+        }
+        if by_site:
+            entries = act_scales.setdefault(scale.site, {})
+            entries.update((scale.side + end, part) for end, part in parts.items())
+            continue
+        for end, part in parts.items():
+            result = insert(result, name + end, part)
+    return QuantizedParams(params, act_scales) if by_site and scales else result
+
+
+def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
+    """Scale and, if the method is asymmetric, zero point, by the end of their names.
+
+    >>> from fewbit.qarray import HowToQuantize
+    >>> how = HowToQuantize(qtype='int8')
+    >>> stat = {'count': jnp.array(2), 'sum_of_absmax': jnp.array([[300.0]]),
+    ...         'max_of_absmax': jnp.array([[255.0]])}
+    >>> static_scale(ScalePlan('up/dot_general0_lhs', '', how, (1, 1), 'float32'), stat)
+    {'_scale': Array([[2.]], dtype=float32)}
+    """
+    keys, rule = range_keys(scale.how), scale.rule
+    reduction = (rule.act_static_reduction if rule is not None else None) or "range"
+    sums = [f"sum_of_{key}" for key in keys]
+    if any(key not in stat for key in sums):
+        found = ", ".join(sorted(k for k in stat if k != "count")) or "a count alone"
+        method, wanted = scale.how.calibration_method, " and ".join(sums)
+        raise ValueError(
+            _MSG_METHOD.format(name=scale.name, found=found, method=method, wanted=wanted)
+        )
+    for key in keys:
+        if reduction == "range" and _EXTREMES[key] not in stat:
+            wanted = _EXTREMES[key]
+            raise ValueError(_MSG_NO_RANGE.format(name=scale.name, wanted=wanted, rule=rule))
+        found_shape = tuple(stat[f"sum_of_{key}"].shape)
+        if not fits(found_shape, scale.shape, len(stat["count"].shape)):
+            shapes = dict(found=found_shape, wanted=scale.shape)
+            raise ValueError(_MSG_SHAPE.format(name=scale.name, **shapes))
+    count = stat["count"]
+    if isinstance(count, jax.ShapeDtypeStruct):
+        return jax.eval_shape(lambda s: _static_scale(scale, s, reduction), dict(stat))
+    stat = {key: jnp.asarray(value) for key, value in stat.items()}
+    if not isinstance(count, jax.core.Tracer) and bool((stat["count"] <= 0).any()):
+        raise ValueError(_MSG_COUNT.format(name=scale.name))
+    for key, value in stat.items():
+        check_finite(value, f"quant_stats {scale.name} {key}")
+    return _static_scale(scale, stat, reduction)
+
+
+def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> dict[str, Any]:
+    keys = range_keys(scale.how)
+    calibration = SimpleMovingAverage().get_calibration(stat, reduction=reduction)
+    return scale_and_zero_point({key: calibration[key] for key in keys}, scale)
+
+
+def _is_statistic(node: Any) -> bool:
+    return isinstance(node, Mapping) and "count" in node and not isinstance(node["count"], Mapping)
+
+
+def _read(quant_stats: Any) -> dict[str, Any]:
+    """Statistics by name, from a nested mapping."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, path: str) -> None:
+        node = node.get_value() if hasattr(node, "get_value") else node
+        if _is_statistic(node):
+            found[path] = node
+        elif isinstance(node, Mapping):
+            for key, value in node.items():
+                walk(value, f"{path}/{key}" if path else str(key))
+        else:
+            raise ValueError(_MSG_NOT_STATISTICS.format(found=type(node).__name__, path=path))
+
+    walk(quant_stats, "")
+    return found
+
+
+def _read_by_site(quant_stats: Any, scales: Mapping[str, ScalePlan]) -> dict[str, Any]:
+    """Statistics by name, from `{'<site id>': {'lhs': statistic}}`."""
+    found: dict[str, Any] = {}
+    if not isinstance(quant_stats, Mapping):
+        raise ValueError(_MSG_FUNCTION.format(found=type(quant_stats).__name__))
+    sites = list(dict.fromkeys(scale.site for scale in scales.values()))
+    for site, sides in quant_stats.items():
+        if ":" not in site and site not in sites:
+            close = _near(site, sites)
+            raise ValueError(_MSG_FUNCTION.format(found=site) + close)
+        if not isinstance(sides, Mapping) or not set(sides) <= set(SIDES):
+            inside = list(sides) if isinstance(sides, Mapping) else type(sides).__name__
+            raise ValueError(_MSG_FUNCTION.format(found={site: inside}))
+        for side, stat in sides.items():
+            if not _is_statistic(stat):
+                kind = type(stat).__name__
+                raise ValueError(_MSG_NOT_STATISTICS.format(found=kind, path=f"{site} {side}"))
+            found[name_of_site(site, side)] = stat
+    return found
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    close = get_close_matches(name, names, 3, 0.3)
+    return f" The Sites are {', '.join(map(repr, close or names[:3]))}." if names else ""
+
+
+def _belongs(name: str, present: Collection[str], known: Collection[str]) -> bool:
+    """Whether a scale's module is among the given parameters; one without parameters is in all."""
+    module = name.rpartition("/")[0]
+
+    def inside(paths: Collection[str]) -> bool:
+        return any(not module or path.startswith(f"{module}/") for path in paths)
+
+    return inside(present) or not inside(known)
