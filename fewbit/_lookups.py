@@ -17,7 +17,11 @@ from fewbit.tiling import expand, uneven_tiles
 
 
 def take_rows(
-    q: QArray, indices: Any, axis: int = 0, mode: str | None = None, fill_value: Any = None
+    q: QArray,
+    indices: Any,
+    axis: int = 0,
+    mode: str | None = None,
+    fill_value: Any = None,
 ) -> QArray:
     """Entries of an axis by an array of indices, with the modes and the defaults of `jnp.take`.
 
@@ -25,29 +29,29 @@ def take_rows(
     >>> take_rows(q, jnp.array([0, 2]), mode='clip')
     QArray(qvalue=int8[2,3], scale=float32[2,1], qtype=int8)
     """
+    return gather(q, **row_lookup(q.shape, indices, axis, mode), fill_value=fill_value)
+
+
+def row_lookup(shape: Sequence[int], indices: Any, axis: int, mode: str | None) -> dict[str, Any]:
+    """`jnp.take` as the arguments of the gather it is."""
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
         raise moves.CannotMove(f"indices are {indices.dtype}, not integers")
-    axis = moves.axis_of(axis, q.ndim)
-    dim = q.shape[axis]
+    rank = len(shape)
+    axis = moves.axis_of(axis, rank)
     indices = indices.astype(np.promote_types(indices.dtype, np.int32))
     if mode == "wrap":
-        indices = indices % dim
+        indices = indices % shape[axis]
     elif mode != "clip":
-        indices = jnp.where(indices < 0, indices + dim, indices)
-    offset = tuple(a if a < axis else a + indices.ndim - 1 for a in range(q.ndim) if a != axis)
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=offset, collapsed_slice_dims=(axis,), start_index_map=(axis,)
-    )
-    sizes = [1 if a == axis else n for a, n in enumerate(q.shape)]
-    lax_mode = "clip" if mode in ("clip", "wrap") else (mode or "fill")
-    return gather(
-        q,
-        indices[..., None],
-        dimension_numbers=numbers,
-        slice_sizes=sizes,
-        mode=lax_mode,
-        fill_value=fill_value,
+        indices = jnp.where(indices < 0, indices + shape[axis], indices)
+    offset = tuple(a if a < axis else a + indices.ndim - 1 for a in range(rank) if a != axis)
+    return dict(
+        start_indices=indices[..., None],
+        dimension_numbers=lax.GatherDimensionNumbers(
+            offset_dims=offset, collapsed_slice_dims=(axis,), start_index_map=(axis,)
+        ),
+        slice_sizes=[1 if a == axis else n for a, n in enumerate(shape)],
+        mode="clip" if mode in ("clip", "wrap") else (mode or "fill"),
     )
 
 

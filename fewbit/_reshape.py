@@ -20,7 +20,7 @@ def reshape(q: QArray, new_shape: Sequence[int]) -> QArray:
     >>> reshape(q, (4, 2, 3)).scale.shape
     (1, 2, 1)
     """
-    shape, new = q.shape, _fill_in(q.shape, new_shape)
+    shape, new = q.shape, fill_in(q.shape, new_shape)
     q = settle(q, new[-1:] != shape[-1:])
     data_shape = new if q.layout == "plain" else (*new[:-1], q.data.shape[-1])
     plans: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -39,7 +39,8 @@ def reshape(q: QArray, new_shape: Sequence[int]) -> QArray:
     )
 
 
-def _fill_in(shape: tuple[int, ...], new_shape: Sequence[int]) -> tuple[int, ...]:
+def fill_in(shape: tuple[int, ...], new_shape: Sequence[int]) -> tuple[int, ...]:
+    """The new shape with -1 replaced."""
     new = [operator.index(n) for n in new_shape]
     if -1 in new:
         rest = math.prod(n for n in new if n != -1)

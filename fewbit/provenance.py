@@ -10,14 +10,9 @@ scan-stacked weight) simply has no atom there.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Atom:
-    """A piece of one leaf axis: `size` steps of `stride` elements along `axis`."""
-
-    axis: int | None  # None: an axis made by broadcasting, no part of the leaf
-    size: int
-    stride: int = 1
+from fewbit._qarray_atoms import Atom as Atom
+from fewbit._qarray_atoms import reshape_axes as reshape_axes
+from fewbit._qarray_atoms import whole_axes
 
 
 @dataclass(frozen=True)
@@ -30,7 +25,7 @@ class Origin:
 
     @staticmethod
     def of_leaf(leaf: str, shape: Sequence[int]) -> "Origin":
-        return Origin(leaf, tuple(shape), tuple((Atom(i, n),) for i, n in enumerate(shape)))
+        return Origin(leaf, tuple(shape), whole_axes(shape))
 
     def with_axes(self, axes: Sequence[tuple[Atom, ...]]) -> "Origin":
         return Origin(self.leaf, self.leaf_shape, tuple(axes))
@@ -47,33 +42,6 @@ class Changed:
 @dataclass(frozen=True)
 class Constant:
     """An array closed over by the function: not a parameter, so it cannot be replaced."""
-
-
-def reshape_axes(
-    axes: Sequence[tuple[Atom, ...]], new_shape: Sequence[int]
-) -> tuple[tuple[Atom, ...], ...] | None:
-    """Regroup atoms for a new shape, splitting those an axis boundary cuts; None if impossible."""
-    queue = [atom for group in axes for atom in group if atom.size != 1]
-    out: list[tuple[Atom, ...]] = []
-    for target in new_shape:
-        group: list[Atom] = []
-        need = target
-        while need > 1:
-            if not queue:
-                return None
-            atom = queue.pop(0)
-            if need % atom.size == 0:
-                group.append(atom)
-                need //= atom.size
-            elif atom.size % need == 0:
-                minor = atom.size // need
-                group.append(Atom(atom.axis, need, atom.stride * minor))
-                queue.insert(0, Atom(atom.axis, minor, atom.stride))
-                need = 1
-            else:
-                return None
-        out.append(tuple(group))
-    return tuple(out) if not queue else None
 
 
 class TileDoesNotFit(ValueError):
@@ -140,3 +108,30 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
         # A tile as long as its axis is said all the same: some formats are nothing without tiles.
         return tile if tile < size or cut is not None else "S"
     return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes
+
+
+def leaf_roles(origin: Origin, summed: Collection[int]) -> str | None:
+    """What a product does with each axis of the leaf: 'l' a stack, 'k' summed over, 'n' a column.
+
+    None where the product sees only a part of the leaf, or splits an axis between the two: such a
+    leaf is no stack of matrices for it.
+
+    >>> leaf_roles(Origin.of_leaf('w', (64, 32)), {0})
+    'kn'
+    """
+    roles = [""] * len(origin.leaf_shape)
+    seen = [1] * len(roles)
+    for local, atoms in enumerate(origin.axes):
+        for atom in atoms:
+            if atom.axis is None:
+                if atom.size != 1:
+                    return None
+                continue
+            roles[atom.axis] += "k" if local in summed else "n"
+            seen[atom.axis] *= atom.size
+    for axis, size in enumerate(origin.leaf_shape):
+        if roles[axis] and (seen[axis] != size or len(set(roles[axis])) != 1):
+            return None
+    text = "".join(role[:1] or "l" for role in roles)
+    stack = text.count("l")
+    return text if text[:stack] == "l" * stack and {"k", "n"} <= set(text) else None

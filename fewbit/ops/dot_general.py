@@ -18,10 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fewbit._qarray_panels import PanelArray
 from fewbit.ops.decision import Decision, decide_dot, unwrap
+from fewbit.ops.deferred import Deferred
+from fewbit.ops.panels import describe as describe_panel_dot
+from fewbit.ops.panels import find_panel_dot, run_panel_dot
 from fewbit.ops.scaling import (
     as_float,
     as_floats,
+    held,
     operand,
     placed_like,
     result_dtype,
@@ -51,8 +56,8 @@ def dot_general(
     """`jax.lax.dot_general` where each side may be an array or a QArray.
 
     The result has `preferred_element_type`, or the promotion of the logical dtypes. Two operands of
-    8-bit codes are multiplied as codes and scaled afterwards; otherwise they are dequantized first
-    (`describe_dot` tells which).
+    8-bit codes are multiplied as codes and scaled afterwards; otherwise they are dequantized first.
+    A weight in panels goes to the native kernels. `describe_dot` tells which.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -60,8 +65,14 @@ def dot_general(
     >>> dot_general(jnp.ones((2, 4)), w, (((1,), (0,)), ((), ()))).shape
     (2, 4)
     """
-    lhs, rhs = operand(lhs), operand(rhs)
+    lhs, rhs = held(lhs), held(rhs)
     dimension_numbers = _normalise(dimension_numbers, (lhs.ndim, rhs.ndim))
+    native = find_panel_dot(lhs, rhs, dimension_numbers)
+    if native is not None and out_sharding is None:
+        dtype = result_dtype((lhs, rhs), preferred_element_type)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return run_panel_dot(native, rhs if native.side == 0 else lhs, dtype)
+    lhs, rhs = operand(lhs), operand(rhs)
     decision = decide_dot(lhs, rhs, dimension_numbers)
     if decision.on_codes:
         if any(decision.tiles):
@@ -91,6 +102,13 @@ def describe_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
     """
     lhs, rhs = unwrap(lhs), unwrap(rhs)
     numbers = _normalise(dimension_numbers, (len(lhs.shape), len(rhs.shape)))
+    native = find_panel_dot(lhs, rhs, numbers)
+    if native is not None:
+        return describe_panel_dot(native, rhs if native.side == 0 else lhs)
+    lhs, rhs = (
+        jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
+        for q in (lhs, rhs)
+    )
     return decide_dot(lhs, rhs, numbers).describe("dot")
 
 
@@ -151,7 +169,7 @@ def dot(
     >>> dot(quantize(jnp.ones(8), 'int8'), jnp.ones(8)).round(2)
     Array(7.97, dtype=float32)
     """
-    a, b = operand(a), operand(b)
+    a, b = held(a), held(b)
     if a.ndim == 0 or b.ndim == 0 or not (isinstance(a, QArray) or isinstance(b, QArray)):
         if isinstance(a, QArray) or isinstance(b, QArray):
             a, b = as_floats(a, b)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import opt_einsum  # type: ignore[import-untyped]
 
 from fewbit import moves
+from fewbit.ops.deferred import Deferred
 from fewbit.ops.dot_general import dot_general
-from fewbit.ops.scaling import as_float, make_spec, operand, promote, result_dtype, spec_of
+from fewbit.ops.scaling import as_float, held, make_spec, operand, promote, result_dtype, spec_of
 from fewbit.qarray import QArray
 
 
@@ -42,7 +43,7 @@ def einsum(
             "preferred_element_type and out_sharding."
         )
     labels, output, operands = _parse(args)
-    if not any(isinstance(value, QArray) for value in operands):
+    if not any(isinstance(value, QArray | Deferred) for value in operands):
         subscripts = ",".join(labels) + "->" + output
         return jnp.einsum(
             subscripts,
@@ -54,7 +55,7 @@ def einsum(
         )
     dtype = result_dtype(operands, preferred_element_type)
     compute = promote(*(value.dtype for value in operands))
-    operands = [v if isinstance(v, QArray) else v.astype(compute) for v in operands]
+    operands = [v if isinstance(v, QArray | Deferred) else v.astype(compute) for v in operands]
     settings = dict(precision=precision, preferred_element_type=preferred_element_type)
     operands, labels = list(operands), list(labels)
     steps = _path(labels, output, operands, optimize)
@@ -71,11 +72,11 @@ def einsum(
 def _parse(args: tuple[Any, ...]) -> tuple[list[str], str, list[Any]]:
     """Letters of each operand, of the output, and the operands, from either spelling of einsum."""
     if args and isinstance(args[0], str):
-        subscripts, operands = args[0], [operand(value) for value in args[1:]]
+        subscripts, operands = args[0], [held(value) for value in args[1:]]
         spelled: tuple[Any, ...] = (subscripts, *[value.shape for value in operands])
     else:
         pairs, tail = args[: len(args) // 2 * 2], args[len(args) // 2 * 2 :]
-        operands = [operand(value) for value in pairs[::2]]
+        operands = [held(value) for value in pairs[::2]]
         shapes = [value.shape for value in operands]
         spelled = tuple(x for pair in zip(shapes, pairs[1::2], strict=True) for x in pair) + tail
     if not operands:
@@ -157,6 +158,7 @@ def _without_narrow(value: Any, labels: str, other: Any, other_labels: str) -> t
     if not narrow:
         return value, labels
     kept = "".join(c for a, c in enumerate(labels) if a not in narrow)
+    value = operand(value) if isinstance(value, Deferred) else value
     if isinstance(value, QArray):
         return moves.squeeze(value, tuple(narrow)), kept
     return jnp.squeeze(value, tuple(narrow)), kept

@@ -11,14 +11,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from fewbit._qarray_panels import PanelArray
 from fewbit.ops.decision import tile_on, unwrap
+from fewbit.ops.deferred import Deferred
 from fewbit.qarray import QArray, dequantize
 
 
 def operand(value: Any) -> QArray | jax.Array:
-    """What an op was given, as a QArray or a jax array."""
+    """What an op was given, as a QArray with one code per element or a jax array."""
     value = unwrap(value)
+    if isinstance(value, Deferred):
+        return value.quantized()
+    if isinstance(value, PanelArray):
+        return value.plain()
     return value if isinstance(value, QArray) else jnp.asarray(value)
+
+
+def held(value: Any) -> Any:
+    """What an op was given, with panels and activations still to quantize left as they are."""
+    value = unwrap(value)
+    return value if isinstance(value, PanelArray | Deferred) else operand(value)
 
 
 def promote(*dtypes: Any) -> Any:
@@ -46,6 +58,7 @@ def as_floats(*operands: Any) -> list[jax.Array]:
 
 def as_float(value: Any, dtype: Any = None) -> jax.Array:
     """The operand dequantized, in its logical dtype unless told."""
+    value = value.quantized() if isinstance(value, Deferred) else value
     array = dequantize(value) if isinstance(value, QArray) else jnp.asarray(value)
     return array if dtype is None else array.astype(dtype)
 

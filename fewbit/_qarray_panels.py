@@ -1,0 +1,338 @@
+"""PanelArray: a QArray whose bytes lie in panels for the native kernels, seen as the array it is.
+
+Packing fixes what is summed over: each axis of the parameter is a stack axis, a summed one ('k') or
+a column axis ('n'), and the bytes are the matrix [K, N] of each entry of the stack. The axes the
+program sees are pieces of those; transposes and reshapes regroup them and never touch a byte, and
+an entry of the stack is a number beside the bytes. What cannot be said so is unpacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit._qarray_atoms import Axes, whole_axes
+from fewbit._qarray_type import QArray
+from fewbit.numerics import FORMATS, format_of
+from fewbit.packing_panels import (
+    offset,
+    pack_panels,
+    pack_parts,
+    unpack_panels,
+    unpack_parts,
+)
+from fewbit.tiling import infer_tile_shape, uneven_tiles
+
+PACKED_AXES = 5  # panels, blocks, words, columns, bytes
+_NO_PANELS = {"int16", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
+_NO_PANELS |= {"float8_e4m3", "float8_e3m4"}
+_PARTS = ("data", "_scale", "_zero_point", "_tensor_scale", "_layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Panels:
+    """What the bytes stand for: the packed parameter's axes, and the array's as pieces of them.
+
+    Stack axes are not counted here: they lead, and `vmap` may take them away. `tile` is the number
+    of rows that share a scale (0: all).
+    """
+
+    roles: str
+    dims: tuple[int, ...]
+    scale_dims: tuple[int, ...]
+    tile: int
+    axes: Axes
+    indexed: int = 0  # stack axes that the layer number has taken
+
+    def length(self, role: str) -> int:
+        """K or N."""
+        return math.prod(d for d, r in zip(self.dims, self.roles, strict=True) if r == role)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(atom.size for atom in group) for group in self.axes)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class PanelArray(QArray):
+    """A QArray in panels; `qvalue`, `scale` and `zero_point` unpack on demand.
+
+    >>> q = QArray(jnp.ones((64, 32), jnp.int8), jnp.ones((1, 32)))
+    >>> p = to_panels(q, 'kn')
+    >>> p.layout, p.shape, p.T.shape, p.data.shape
+    ('panels', (64, 32), (32, 64), (1, 2, 8, 64, 4))
+    """
+
+    __slots__ = ("_layer",)
+    if TYPE_CHECKING:
+        _layer: Any
+
+    def __init__(self, *parts: Any, static: Any):
+        self._set(*parts[:4], static)
+        object.__setattr__(self, "_layer", parts[4] if len(parts) > 4 else None)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        keys = map(jax.tree_util.GetAttrKey, ("qvalue", "scale", "zero_point", "tensor_scale", "i"))
+        return tuple(zip(keys, self._parts(), strict=True)), self._static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, children: Any) -> PanelArray:
+        return PanelArray(*children, static=static)
+
+    def __reduce__(self) -> Any:
+        return PanelArray.tree_unflatten, (self._static, self._parts())
+
+    def _parts(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in _PARTS)
+
+    @property
+    def panels(self) -> Panels:
+        return self._static[4]  # type: ignore[return-value]
+
+    @property
+    def layer(self) -> Any:
+        """The entry of the stack (counted through all its taken axes), or None."""
+        return self._layer
+
+    @property
+    def packed_parts(self) -> tuple[Any, Any, Any, Any]:
+        """Bytes, scales, zero points and tensor scale as the kernels read them."""
+        return self._parts()[:4]
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """Stack axes that are still axes of the array."""
+        return tuple(self.data.shape[self.panels.indexed : -PACKED_AXES])
+
+    def entry(self, part: Any) -> Any:
+        """A packed part without the stack axes that the layer number has taken."""
+        if part is None or self._layer is None or part is self._tensor_scale:
+            return part
+        flat = part.reshape(-1, *part.shape[self.panels.indexed :])
+        return jax.lax.dynamic_index_in_dim(flat, self._layer, 0, keepdims=False)
+
+    def see(self, axes: Axes) -> PanelArray:
+        """The same bytes with other axes behind the stack axes."""
+        return self.with_view(panels=dataclasses.replace(self.panels, axes=axes))
+
+    def with_view(
+        self, *, panels: Panels | None = None, dtype: Any = None, layer: Any = None
+    ) -> Any:
+        qtype, own, tiles, layout, view = self._static
+        static = (qtype, dtype or own, tiles, layout, panels or view)
+        layer = self._layer if layer is None else layer
+        return PanelArray(*self._parts()[:4], layer, static=static)
+
+    # --- as an array ------------------------------------------------------------------------------
+
+    def plain(self) -> QArray:
+        """The same array with one code per element."""
+        if not isinstance(self.data, jax.Array):
+            return jax.eval_shape(_plain, self)
+        return _plain(self)
+
+    @property
+    def qvalue(self) -> Any:
+        return self.plain().data
+
+    @property
+    def scale(self) -> Any:
+        return self.plain()._scale
+
+    @property
+    def zero_point(self) -> Any:
+        return None if self._zero_point is None else self.plain()._zero_point
+
+    @property
+    def tensor_scale(self) -> Any:
+        return None if self._tensor_scale is None else self.plain()._tensor_scale
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        return jax.eval_shape(_plain, self).tiles
+
+    @property
+    def tile_shape(self) -> tuple[int, ...]:
+        return jax.eval_shape(_plain, self).tile_shape
+
+    @property
+    def dtype(self) -> Any:
+        return jnp.dtype(self._static[1])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lead, *self.panels.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.lead) + len(self.panels.axes)
+
+    def replace(self, **changes: Any) -> QArray:
+        """A copy in the plain layout with some of the constructor's arguments changed."""
+        return self.plain().replace(**changes)
+
+    def with_dtype(self, dtype: Any) -> QArray:
+        return self.with_view(dtype=jnp.dtype(dtype).name)
+
+    def astype(self, dtype: Any) -> QArray:
+        return self.plain().astype(dtype)
+
+    def __repr__(self) -> str:
+        data = f"uint8[{','.join(map(str, self.data.shape))}]"
+        shape = ",".join(map(str, self.shape))
+        return f"QArray([{shape}], qtype={self._static[0]}, layout=panels, data={data})"
+
+
+def why_no_panels(q: QArray, roles: str) -> str | None:
+    """Why a QArray cannot be packed into panels with these axis roles; None if it can."""
+    row, lead = format_of(q.qtype), roles.count("l")
+    if row.name in _NO_PANELS or row.name not in FORMATS:
+        return f"{row.name} has no native product"
+    if len(roles) != q.ndim or roles[:lead] != "l" * lead or not {"k", "n"} <= set(roles):
+        return f"axes {roles!r} are no stack of matrices"
+    if 0 in q.shape:
+        return "it is empty"
+    if q.zero_point is not None and q.zero_point.shape != q.scale.shape:
+        return "its zero points have another granularity than its scales"
+    if q.scale.dtype.name == "float64":
+        return "its scales are float64"
+    return None if _tile(q, roles) is not None else "its scales are no groups of rows"
+
+
+def _tile(q: QArray, roles: str) -> int | None:
+    """Rows of the flattened K that share a scale (0: all), or None if they do not lie together."""
+    summed = [a for a, role in enumerate(roles) if role == "k"]
+    if all(q.scale.shape[a] == 1 for a in summed):
+        return 0
+    if any(q.scale.shape[a] not in (1, q.shape[a]) for a in summed[:-1]):
+        return None
+    last = summed[-1]
+    tile = infer_tile_shape(q.shape, q.scale.shape, q.tiles)[last]
+    if len(summed) > 1 and q.shape[last] % tile:
+        return None
+    return tile if tile == 16 or tile % 32 == 0 else None
+
+
+def to_panels(q: QArray, roles: str) -> PanelArray:
+    """Pack; `roles` names each axis: 'l' of a stack, 'k' summed over, 'n' a column.
+
+    >>> q = QArray(jnp.ones((3, 64, 32), jnp.int8), jnp.ones((3, 1, 32)))
+    >>> to_panels(q, 'lkn').at_layer(1).shape
+    (64, 32)
+    """
+    reason = why_no_panels(q, roles)
+    if reason is not None:
+        raise ValueError(f"{q!r} cannot be packed into panels: {reason}.")
+    if q.layout != "plain":
+        q = q.replace(qvalue=q.qvalue, layout="plain", last_dim=None)
+    pack = jax.jit(_pack, static_argnums=1)
+    return pack(q, roles) if isinstance(q.data, jax.Array) else jax.eval_shape(_pack, q, _R(roles))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _R:
+    roles: str
+
+
+def _pack(q: QArray, roles: Any) -> PanelArray:
+    roles = roles.roles if isinstance(roles, _R) else roles
+    stack = roles.count("l")
+    order = [*range(stack), *(a for r in "kn" for a, role in enumerate(roles) if role == r)]
+    summed = [a for a in order if roles[a] == "k"]
+    tile = _tile(q, roles)
+    assert tile is not None
+
+    def matrix(part, rows, columns):
+        return jnp.transpose(part, order).reshape(*part.shape[:stack], rows, columns)
+
+    def widened(part):
+        """One number for each stack entry, group of rows and column."""
+        shape = list(q.shape)
+        for a in summed:
+            shape[a] = 1 if tile == 0 else q.shape[a]
+        if tile:
+            shape[summed[-1]] = part.shape[summed[-1]]
+        return matrix(
+            jnp.broadcast_to(part, shape),
+            math.prod(shape[a] for a in summed),
+            math.prod(shape[a] for a in order if roles[a] == "n"),
+        )
+
+    rows = math.prod(q.shape[a] for a in summed)
+    columns = math.prod(q.shape[a] for a, role in enumerate(roles) if role == "n")
+    zero = q.zero_point
+    if zero is not None:
+        zero = (zero.astype(jnp.int32) + offset(q.qtype)).astype(jnp.uint8)
+    view = Panels(
+        roles=roles[stack:],
+        dims=q.shape[stack:],
+        scale_dims=tuple(q.scale.shape[stack:]),
+        tile=tile,
+        axes=whole_axes(q.shape[stack:]),
+    )
+    return PanelArray(
+        pack_panels(matrix(q.data, rows, columns), q._static[0]),
+        pack_parts(widened(q.scale), 1.0),
+        None if zero is None else pack_parts(widened(zero), 0.0),
+        q.tensor_scale,
+        static=(q._static[0], q.dtype.name, (), "panels", view),
+    )
+
+
+@jax.jit
+def _plain(p: PanelArray) -> QArray:
+    from fewbit import _layout_moves, _reshape
+
+    view, row = p.panels, format_of(p.qtype)
+    rows, columns = view.length("k"), view.length("n")
+    data, scale, zero, tensor_scale = (p.entry(part) for part in p.packed_parts)
+    lead = data.shape[:-PACKED_AXES]
+    order = [a for r in "kn" for a, role in enumerate(view.roles) if role == r]
+    back = [len(lead) + order.index(a) for a in range(len(order))]
+    summed = [a for a in order if view.roles[a] == "k"]
+
+    def spread(matrix, dims):
+        shaped = matrix.reshape(*lead, *(dims[a] for a in order))
+        return jnp.transpose(shaped, [*range(len(lead)), *back])
+
+    def narrowed(part):
+        dims = list(view.dims)
+        for a in summed:
+            dims[a] = 1 if view.tile == 0 else view.dims[a]
+        if view.tile:
+            dims[summed[-1]] = -(-view.dims[summed[-1]] // view.tile)
+        part = spread(unpack_parts(part, columns), dims)
+        cut = [slice(None)] * len(lead) + [slice(0, n) for n in view.scale_dims]
+        return part[tuple(cut)]
+
+    codes = spread(unpack_panels(data, row.name, rows, columns), view.dims)
+    if zero is not None:
+        zero = (narrowed(zero).astype(jnp.int32) - offset(row)).astype(row.storage)
+    scale = narrowed(scale)
+    tile_shape = [1] * len(lead) + [
+        d if n == 1 else (view.tile if role == "k" and n != d else 1)
+        for d, n, role in zip(view.dims, view.scale_dims, view.roles, strict=True)
+    ]
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape((1,) * codes.ndim)
+    base = QArray(
+        codes,
+        scale,
+        zero,
+        p._static[0],
+        tensor_scale=tensor_scale,
+        tiles=uneven_tiles(codes.shape, scale.shape, tile_shape),
+    ).with_dtype(p.dtype)
+    # The packed axes cut into atoms, the atoms put in the order the array shows, and grouped.
+    atoms = sorted(
+        (atom for group in view.axes for atom in group), key=lambda atom: (atom.axis, -atom.stride)
+    )
+    shown = [len(lead) + atoms.index(atom) for group in view.axes for atom in group]
+    base = _reshape.reshape(base, (*lead, *(atom.size for atom in atoms)))
+    base = _layout_moves.transpose(base, [*range(len(lead)), *shown])
+    return _reshape.reshape(base, (*lead, *view.shape))

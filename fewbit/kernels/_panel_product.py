@@ -1,0 +1,247 @@
+"""x · W with W in panels, as one JAX primitive: native on a CPU, an unpacked product elsewhere.
+
+The lowering chooses, so a traced program can still go anywhere. A batch of `vmap` becomes more
+rows. The product is linear in a float x, and its transpose g · Wᵀ reads the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from fewbit._qarray_atoms import whole_axes
+from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
+from fewbit.kernels._matmul import matmul
+from fewbit.qarray import QArray, dequantize, quantize
+
+ROWS = ("float32", "bfloat16")
+"""Types of the activations and results that the kernels read and write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the kernel must know besides arrays."""
+
+    qtype: str
+    k: int
+    n: int
+    tile: int  # rows of W that share a scale; 0: all
+    act: str  # 'none' | 'dynamic': rows of x are quantized to int8 on the way | 'codes'
+    act_tile: int  # k per activation scale; 0: one per row
+    out_dtype: str
+    transposed: bool = False  # x is [M, N] and the result x · Wᵀ
+
+    @property
+    def width(self) -> int:
+        return self.k if self.transposed else self.n
+
+
+def panel_product(
+    x: jax.Array,
+    weight: PanelArray,
+    *,
+    act: str = "none",
+    act_scale: jax.Array | None = None,
+    act_tile: int = 0,
+    out_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """x [M, K] times the weight's matrix [K, N].
+
+    `act='dynamic'` quantizes the rows of x to int8 first, `act='codes'` says that x is int8 codes
+    already, with `act_scale` [M, K/act_tile].
+
+    >>> from fewbit._qarray_panels import to_panels
+    >>> w = to_panels(quantize(jnp.ones((32, 3)), 'int8', channelwise_axes=(1,)), 'kn')
+    >>> panel_product(jnp.ones((2, 32)), w).round(1)[0]
+    Array([31.9, 31.9, 31.9], dtype=float32)
+    """
+    view = weight.panels
+    if weight.lead:
+        raise ValueError(f"{weight!r} is a stack: take an entry with at_layer(i) first.")
+    k, n = view.length("k"), view.length("n")
+    if x.ndim != 2 or x.shape[1] != k:
+        raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
+    out = jnp.dtype(out_dtype).name
+    spec = Product(str(weight._static[0]), k, n, view.tile, act, act_tile, out)
+    data, scale, zero, tensor_scale = weight.packed_parts
+    stack = data.shape[: data.ndim - PACKED_AXES]
+
+    def flat(part):
+        return part.reshape(math.prod(stack), *part.shape[len(stack) :])
+
+    args = (
+        x,
+        jnp.zeros((0,), jnp.float32) if act_scale is None else act_scale,
+        flat(data),
+        flat(scale),
+        jnp.zeros((0,), jnp.uint8) if zero is None else flat(zero),
+        jnp.ones((), jnp.float32)
+        if tensor_scale is None
+        else tensor_scale.astype(jnp.float32).reshape(()),
+        jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
+    )
+    return panel_dot_p.bind(*_alike(args), spec=spec)
+
+
+def _alike(args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Inside `shard_map`, operands that vary over the same mesh axes."""
+
+    def varying(a):
+        return frozenset(jax.typeof(a).manual_axis_type.varying)
+
+    axes = frozenset().union(*map(varying, args))
+
+    def vary(a):
+        missing = tuple(axes - varying(a))
+        return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+    return tuple(map(vary, args)) if axes else args
+
+
+panel_dot_p = Primitive("fewbit_panel_dot")
+"""Operands: x, act_scale, then `data`, `scale`, `zero`, `tensor_scale` and `layer` of the weight;
+act_scale and zero are empty where there is none."""
+
+
+@panel_dot_p.def_impl
+def _run(*args: jax.Array, spec: Product) -> jax.Array:
+    return _compiled(spec)(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(spec: Product) -> Any:
+    return jax.jit(functools.partial(panel_dot_p.bind, spec=spec))
+
+
+@panel_dot_p.def_abstract_eval
+def _shape(x: Any, *rest: Any, spec: Product) -> Any:
+    return x.update(shape=(x.shape[0], spec.width), dtype=jnp.dtype(spec.out_dtype))
+
+
+def _native(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+    if spec.transposed:
+        return _reference(x, act_scale, *weight, spec=spec)
+    data, scale, zero, tensor_scale, layer = weight
+    return matmul(
+        x,
+        data,
+        scale,
+        zero,
+        tensor_scale,
+        layer,
+        act_scale,
+        qtype=spec.qtype,
+        k=spec.k,
+        n=spec.n,
+        group=spec.tile,
+        act="dynamic" if spec.act == "dynamic" else "none",
+        act_tile=spec.act_tile,
+        out_dtype=spec.out_dtype,
+    )
+
+
+def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+    matrix = _matrix(spec, *weight)
+    matrix = matrix.T if spec.transposed else matrix
+    return jnp.matmul(_float_rows(spec, x, act_scale), matrix).astype(spec.out_dtype)
+
+
+def _matrix(spec: Product, data: Any, scale: Any, zero: Any, tensor_scale: Any, layer: Any) -> Any:
+    """The float32 matrix [K, N] of one entry of the stack."""
+    groups = 1 if spec.tile == 0 else -(-spec.k // spec.tile)
+    dims = (spec.k, spec.n)
+    view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
+    parts = (
+        data,
+        scale,
+        zero if zero.size else None,
+        tensor_scale if spec.qtype == "nvfp4" else None,
+    )
+    static = (spec.qtype, "float32", (), "panels", view)
+    return dequantize(PanelArray(*parts, layer, static=static), jnp.float32)
+
+
+def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
+    if spec.act == "dynamic":
+        tiled = {1: spec.act_tile} if spec.act_tile else None
+        return dequantize(quantize(x, "int8", channelwise_axes=(0,), tiled_axes=tiled), jnp.float32)
+    if spec.act == "codes":
+        tiles = ((-1, spec.act_tile),) if spec.act_tile and spec.k % spec.act_tile else ()
+        return dequantize(QArray(x, act_scale, tiles=tiles), jnp.float32)
+    return x.astype(jnp.float32)
+
+
+mlir.register_lowering(panel_dot_p, mlir.lower_fun(_reference, multiple_results=False))
+mlir.register_lowering(panel_dot_p, mlir.lower_fun(_native, multiple_results=False), platform="cpu")
+
+
+# --- derivatives: only of a float x; straight-through rules for quantized rows are the caller's ---
+
+
+def _jvp(primals: Any, tangents: Any, *, spec: Product) -> tuple[jax.Array, Any]:
+    out = panel_dot_p.bind(*primals, spec=spec)
+    if spec.act != "none":
+        raise NotImplementedError(
+            "A product with quantized activations has no derivative of its own: differentiate the "
+            "quantized model, whose rules pass gradients straight through."
+        )
+    if isinstance(tangents[0], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, panel_dot_p.bind(tangents[0], *primals[1:], spec=spec)
+
+
+def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
+    if isinstance(g, ad.Zero):
+        return [None] * (1 + len(rest))
+    back = dataclasses.replace(
+        spec, transposed=not spec.transposed, out_dtype=x.aval.dtype.name, act="none"
+    )
+    return [panel_dot_p.bind(g, *rest, spec=back)] + [None] * len(rest)
+
+
+ad.primitive_jvps[panel_dot_p] = _jvp
+ad.primitive_transposes[panel_dot_p] = _transpose
+
+
+# --- vmap ----------------------------------------------------------------------------------------
+
+
+def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    x, act_scale, *weight = args
+    if all(d is None for d in dims[2:]):  # more rows of one product
+        x = _leading(x, dims[0], size)
+        scaled = act_scale.ndim - (dims[1] is not None) == 2
+        if scaled:
+            act_scale = _leading(act_scale, dims[1], size)
+            shape = (size * x.shape[1], act_scale.shape[2])
+            act_scale = jnp.broadcast_to(act_scale, (size, x.shape[1], act_scale.shape[2])).reshape(
+                shape
+            )
+        elif dims[1] is not None:
+            act_scale = jnp.zeros((0,), act_scale.dtype)
+        rows = x.reshape(size * x.shape[1], x.shape[2])
+        out = panel_dot_p.bind(rows, act_scale, *weight, spec=spec)
+        return out.reshape(size, x.shape[1], spec.width), 0
+    moving = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True) if d is not None]
+
+    def one(entries):
+        rest = iter(entries)
+        each = [a if d is None else next(rest) for a, d in zip(args, dims, strict=True)]
+        return panel_dot_p.bind(*each, spec=spec)
+
+    return jax.lax.map(one, moving), 0
+
+
+def _leading(a: jax.Array, dim: int | None, size: int) -> jax.Array:
+    return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+
+
+batching.primitive_batchers[panel_dot_p] = _batch

@@ -1,0 +1,40 @@
+"""An activation that is to be quantized: by the kernel that consumes it, if that kernel can."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from fewbit.qarray import HowToQuantize, QArray, quantize_with
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Deferred:
+    """A float array and how to quantize it, as an operand of `dot_general` or `einsum`.
+
+    >>> import jax.numpy as jnp
+    >>> Deferred(jnp.ones((2, 4)), HowToQuantize(qtype='int8')).quantized().qtype
+    dtype('int8')
+    """
+
+    array: jax.Array
+    how: HowToQuantize = field(metadata=dict(static=True))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    def quantized(self) -> QArray:
+        """The QArray it stands for."""
+        return quantize_with(self.array, self.how)

@@ -1,0 +1,183 @@
+"""Products with a weight in panels: which of them the kernels run, and how the axes get there.
+
+The kernels multiply rows by a matrix [K, N]. A product qualifies when it sums over exactly the axes
+that the weight was packed to sum over; the weight's other axes are its columns, and everything else
+about it is the order of axes, which the activation and the result follow, never the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit import kernels
+from fewbit._qarray_atoms import Atom
+from fewbit._qarray_panels import PanelArray
+from fewbit.kernels import panel_product
+from fewbit.numerics import format_of
+from fewbit.ops.deferred import Deferred
+from fewbit.qarray import HowToQuantize, QArray, dequantize
+
+_LONGEST_SUM = 2**17  # of int8 codes times 8-bit codes that int32 surely holds
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class PanelDot:
+    """A dot_general that the kernels run: the weight, its side, and the order of its axes."""
+
+    weight: PanelArray
+    side: int  # 0: the weight is lhs
+    x_summed: tuple[int, ...]
+    summed: tuple[Atom, ...]  # the weight's summed atoms, in the activation's order
+    columns: tuple[Atom, ...]  # its other atoms, in the result's order
+    column_shape: tuple[int, ...]
+
+
+def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | None:
+    """The native form of a dot_general, or None; abstract operands do."""
+    side = 1 if isinstance(rhs, PanelArray) else 0
+    weight, other = (rhs, lhs) if side else (lhs, rhs)
+    if not isinstance(weight, PanelArray) or isinstance(other, PanelArray) or weight.lead:
+        return None
+    summed, batch = dimension_numbers
+    if batch[0] or not kernels.native_available() or other.dtype.name not in _FLOATS:
+        return None
+    axes, roles = weight.panels.axes, weight.panels.roles
+
+    def atoms(which):
+        return tuple(atom for a in which for atom in axes[a])
+
+    free = [a for a in range(len(axes)) if a not in summed[side]]
+    inside, outside = atoms(summed[side]), atoms(free)
+    if {roles[a.axis] for a in inside} - {"k"} or {roles[a.axis] for a in outside} - {"n"}:
+        return None
+    if 0 in other.shape or _is_placed(other):
+        return None
+    shape = tuple(weight.shape[a] for a in free)
+    return PanelDot(weight, side, tuple(summed[1 - side]), inside, outside, shape)
+
+
+def _is_placed(x: Any) -> bool:
+    """On an explicit mesh the kernels do not know how to stay on their devices."""
+    array = x.qvalue if isinstance(x, QArray) else x.array if isinstance(x, Deferred) else x
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return False
+    return any(entry is not None for entry in jax.typeof(array).sharding.spec)
+
+
+def arithmetic(dot: PanelDot, x: Any) -> str:
+    """What the kernel does with the activation: 'dynamic', 'codes' or 'none'."""
+    form, view = format_of(dot.weight.qtype), dot.weight.panels
+    if not isinstance(x, QArray | Deferred) or form.kind not in ("int", "sign"):
+        return "none"
+    if (view.tile or view.length("k")) > _LONGEST_SUM:
+        return "none"
+    if isinstance(x, Deferred):
+        return "dynamic" if _plain_int8(x.how, x, dot) else "none"
+    row = format_of(x.qtype)
+    integer = row.kind == "int" and row.storage.name in ("int8", "int4") and x.zero_point is None
+    return "codes" if integer and _tile_of(x, dot) is not None else "none"
+
+
+def describe(dot: PanelDot, x: Any) -> str:
+    """The plan's word for it."""
+    what = arithmetic(dot, x)
+    return "native int8 dot" if what != "none" else "native float dot"
+
+
+def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
+    """Whether the kernel quantizes rows just as `how` says."""
+    free = {a for a in range(x.ndim) if a not in dot.x_summed}
+    simple = format_of(how.qtype).name == "int8" and how.calibration_method == "absmax"
+    if not simple or how.noise_fn is not None or how.scale_dtype is not None:
+        return False
+    if {a % x.ndim for a in how.channelwise_axes} != free or x.dtype.name not in kernels.ROWS:
+        return False
+    if not how.tiled_axes:
+        return True
+    tile = dot.weight.panels.tile
+    return len(dot.x_summed) == 1 and dict(how.tiled_axes) == {dot.x_summed[0]: tile}
+
+
+def _tile_of(x: QArray, dot: PanelDot) -> int | None:
+    """k per scale of quantized rows (0: all), or None where the kernel cannot follow."""
+    if all(x.scale.shape[a] == 1 for a in dot.x_summed):
+        return 0
+    tile = dot.weight.panels.tile
+    single = len(dot.x_summed) == 1 and tile and x.tile_shape[dot.x_summed[0]] == tile
+    return tile if single else None
+
+
+def run_panel_dot(dot: PanelDot, x: Any, dtype: Any) -> jax.Array:
+    """The product, in `dtype`."""
+    what = arithmetic(dot, x)
+    out_dtype = dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32
+    if what == "dynamic":
+        tile = dot.weight.panels.tile if x.how.tiled_axes else 0
+        rows = _rows(dot, x.array)
+        out = panel_product(rows, dot.weight, act=what, act_tile=tile, out_dtype=out_dtype)
+    elif what == "codes":
+        out = panel_product(
+            _rows(dot, x.qvalue.astype(jnp.int8)),
+            dot.weight,
+            act=what,
+            act_scale=_row_scales(dot, x),
+            act_tile=_tile_of(x, dot) or 0,
+            out_dtype=out_dtype,
+        )
+    else:
+        array = dequantize(x.quantized()) if isinstance(x, Deferred) else x
+        array = dequantize(array) if isinstance(array, QArray) else array
+        if array.dtype.name not in kernels.ROWS:
+            array = array.astype(jnp.float32)
+        out = panel_product(_rows(dot, array), dot.weight, out_dtype=out_dtype)
+    return _result(dot, out, x.shape).astype(dtype)
+
+
+def _rows(dot: PanelDot, x: jax.Array) -> jax.Array:
+    """x as [M, K], the summed axes in the order of the packed rows."""
+    free = [a for a in range(x.ndim) if a not in dot.x_summed]
+    x = jnp.transpose(x, (*free, *dot.x_summed))
+    lead = x.shape[: len(free)]
+    order = _packed_order(dot.summed)
+    if order != list(range(len(order))):
+        x = x.reshape(*lead, *(atom.size for atom in dot.summed))
+        x = jnp.transpose(x, (*range(len(lead)), *(len(lead) + i for i in order)))
+    return x.reshape(math.prod(lead), dot.weight.panels.length("k"))
+
+
+def _row_scales(dot: PanelDot, x: QArray) -> jax.Array:
+    """The scales of quantized rows as [M, groups]."""
+    free = [a for a in range(x.ndim) if a not in dot.x_summed]
+    scale = jnp.transpose(x.scale, (*free, *dot.x_summed))
+    groups = math.prod(scale.shape[len(free) :])
+    lead = tuple(x.shape[a] for a in free)
+    wide = jnp.broadcast_to(scale, (*lead, *scale.shape[len(free) :]))
+    return wide.reshape(math.prod(lead), groups).astype(jnp.float32)
+
+
+def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Array:
+    """[M, N] as the axes of the dot_general's result."""
+    lead = tuple(n for a, n in enumerate(x_shape) if a not in dot.x_summed)
+    order = _packed_order(dot.columns)
+    packed = [dot.columns[i].size for i in order]
+    out = out.reshape(*lead, *packed)
+    rank = len(lead)
+    if order != list(range(len(order))):
+        out = jnp.transpose(
+            out, (*range(rank), *(rank + order.index(i) for i in range(len(order))))
+        )
+    out = out.reshape(*lead, *dot.column_shape)
+    if dot.side == 0:  # the weight's axes come first
+        out = jnp.transpose(out, (*range(rank, out.ndim), *range(rank)))
+    return out
+
+
+def _packed_order(atoms: tuple[Atom, ...]) -> list[int]:
+    """Positions of the atoms in the order in which their pieces lie in the packed matrix."""
+    return sorted(range(len(atoms)), key=lambda i: (atoms[i].axis, -atoms[i].stride))
