@@ -116,6 +116,7 @@ def how_to_dict(how: HowToQuantize) -> dict[str, Any]:
         "tiled_axes": [[int(axis), size] for axis, size in how.tiled_axes.items()],
         "calibration_method": how.calibration_method,
         "scale_dtype": None if how.scale_dtype is None else jnp.dtype(how.scale_dtype).name,
+        "roles": how.roles,
     }
 
 
@@ -126,6 +127,8 @@ def how_from_dict(fields: Any, where: str = "how") -> HowToQuantize:
     >>> how_from_dict(how_to_dict(how)) == how
     True
     """
+    if isinstance(fields, Mapping):  # plans written before there were kernels
+        fields = {"roles": None, **fields}
     return _dataclass(HowToQuantize, _HOW)(fields, where)
 
 
@@ -203,6 +206,7 @@ _HOW: dict[str, Reader] = {
     "tiled_axes": lambda value, where: dict(_list_of(_tile)(value, where)),
     "calibration_method": _STR,
     "scale_dtype": _STR_OR_NONE,
+    "roles": _STR_OR_NONE,
 }
 _SITE: dict[str, Reader] = {
     "path": _STR,

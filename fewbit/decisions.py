@@ -8,7 +8,14 @@ from typing import Any
 from fewbit._plan_messages import Complaint, PlanError
 from fewbit.numerics import format_of, qtype_name, should_quantize
 from fewbit.ops import granularity
-from fewbit.provenance import Changed, Constant, Origin, TileDoesNotFit, leaf_granularity
+from fewbit.provenance import (
+    Changed,
+    Constant,
+    Origin,
+    TileDoesNotFit,
+    leaf_granularity,
+    leaf_roles,
+)
 from fewbit.qarray import HowToQuantize
 from fewbit.rules import QuantizationRule
 from fewbit.trace import Program, TracedSite, product_letters
@@ -156,8 +163,17 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
         channelwise, tiles = leaf_granularity(origin, local.channelwise_axes, tiled)
     except ValueError as error:
         raise PlanError(f"{place}: {error} The rule is {rule!r}. {_other_rule(rule)}") from error
-    how = HowToQuantize(channelwise_axes=channelwise, tiled_axes=tiles, **fields)
+    roles = _roles(ts, side, origin)
+    how = HowToQuantize(channelwise_axes=channelwise, tiled_axes=tiles, roles=roles, **fields)
     return Request(origin.leaf, how, ts, rule)
+
+
+def _roles(ts: TracedSite, side: int, origin: Origin) -> str | None:
+    """What the product does with the parameter's axes, where that is a matrix product."""
+    if ts.eqn.primitive.name != "dot_general":
+        return None
+    summed, batch = ts.eqn.params["dimension_numbers"]
+    return None if batch[side] else leaf_roles(origin, summed[side])
 
 
 def operand_how(ts: TracedSite, side: int, *, tile_size: Any, **fields: Any) -> HowToQuantize:

@@ -18,6 +18,7 @@ from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import forwards
+from fewbit.layouts import for_kernels
 from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
@@ -313,4 +314,5 @@ class Runner:
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:
     array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return Weight(jax.eval_shape(lambda x: quantize_with(x, how), array), leaf.path)
+    q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+    return Weight(for_kernels(q, how), leaf.path)

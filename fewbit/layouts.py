@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from fewbit import kernels
 from fewbit._qarray_checks import check_tree
@@ -25,31 +26,65 @@ _MOST_PADDING = 1.25
 def for_kernels(q: QArray, how: HowToQuantize) -> QArray:
     """The array in panels where a native kernel will read it, else as it is.
 
-    >>> import jax.numpy as jnp
-    >>> from fewbit.qarray import quantize_with
+    >>>     >>> from fewbit.qarray import quantize_with
     >>> how = HowToQuantize(qtype='int8', channelwise_axes=(1,), roles='kn')
     >>> for_kernels(quantize_with(jnp.ones((4, 3)), how), how).layout  # mostly padding
     'plain'
     """
-    return to_panels(q, str(how.roles)) if _fits_panels(q, how) else q
+    if not _fits_panels(q, how):
+        return q
+    roles = str(how.roles)
+    packed = to_panels(q, roles)
+    names = _column_names(q, roles)
+    if names in (None, _ELSEWHERE):
+        return packed
+    mesh = q.data.sharding.mesh
+
+    stack = roles.count("l")
+
+    def place(part):  # every part has its panels behind the stack axes, but a tensor's one scale
+        spec = PartitionSpec(*[None] * stack, names) if part.ndim > stack + 2 else PartitionSpec()
+        return jax.device_put(part, NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, packed)
 
 
 def _fits_panels(q: QArray, how: HowToQuantize) -> bool:
     roles = how.roles
     if roles is None or q.layout == "panels" or not kernels.native_available():
         return False
-    if len(roles) != q.ndim or why_no_panels(q, roles) is not None or not _on_one_device(q):
+    if len(roles) != q.ndim or why_no_panels(q, roles) is not None:
+        return False
+    if _column_names(q, roles) == _ELSEWHERE:
         return False
     k, n = (math.prod(d for d, r in zip(q.shape, roles, strict=True) if r == x) for x in "kn")
     return padded(k, ROWS) * padded(n, COLUMNS) <= _MOST_PADDING * k * n
 
 
-def _on_one_device(q: QArray) -> bool:
-    """Kernels run where the bytes are; arrays spread over devices are left to XLA."""
+_ELSEWHERE = "elsewhere"
+
+
+def _column_names(q: QArray, roles: str) -> Any:
+    """The mesh axes that share the columns (None: no mesh, or whole on each device).
+
+    `_ELSEWHERE` where panels cannot be placed so: the summed or the stack axes are split, a panel
+    would be cut open, or where the array will live is not known yet.
+    """
     if isinstance(q.data, jax.core.Tracer):
-        return False  # where it will live is not known yet
+        return _ELSEWHERE
     sharding = getattr(q.data, "sharding", None)
-    return sharding is None or len(sharding.device_set) == 1
+    if sharding is None or len(sharding.device_set) == 1 or sharding.is_fully_replicated:
+        return None
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:
+        return _ELSEWHERE
+    spec = (*sharding.spec, *[None] * q.ndim)[: q.ndim]
+    first = roles.index("n")
+    if any(entry is not None for axis, entry in enumerate(spec) if axis != first):
+        return _ELSEWHERE
+    names = (spec[first],) if isinstance(spec[first], str) else tuple(spec[first])
+    ways = math.prod(sharding.mesh.shape[name] for name in names)
+    columns = math.prod(d for d, r in zip(q.shape, roles, strict=True) if r == "n")
+    return names if columns % (ways * COLUMNS) == 0 and q.shape[first] % ways == 0 else _ELSEWHERE
 
 
 def pack(tree: Any) -> Any:
@@ -57,8 +92,7 @@ def pack(tree: Any) -> Any:
 
     Parameters that no kernel reads get their codes at true width (int3 in 3 bits).
 
-    >>> import jax.numpy as jnp
-    >>> import fewbit
+    >>>     >>> import fewbit
     >>> pack({'w': fewbit.quantize(jnp.ones(16), 'int4')})['w'].layout
     'bits'
     """
@@ -81,8 +115,7 @@ def _packed(q: QArray, how: HowToQuantize) -> QArray:
 def unpack(tree: Any) -> Any:
     """Every quantized parameter with one element of its storage type per code.
 
-    >>> import jax.numpy as jnp
-    >>> import fewbit
+    >>>     >>> import fewbit
     >>> unpack(pack({'w': fewbit.quantize(jnp.ones(16), 'int4')}))['w'].layout
     'plain'
     """

@@ -16,6 +16,7 @@ import numpy as np
 
 from fewbit._plan import Plan, ScalePlan
 from fewbit.calls import key_name
+from fewbit.layouts import for_kernels
 from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales
@@ -272,6 +273,8 @@ def _quantized(
     else:
         q = _quantize_leaf(jnp.asarray(array), how)
         _check_scales(q, path)
+    if boxed is _WHOLE and box is None:  # a template is another program's, and plain
+        q = for_kernels(q, how)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
 
 

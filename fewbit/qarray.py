@@ -14,6 +14,7 @@ from fewbit._how import HowToQuantize as HowToQuantize
 from fewbit._how import get_scale_shape as get_scale_shape
 from fewbit._how import get_tile_shape as get_tile_shape
 from fewbit._qarray_checks import check_floats, check_qarray
+from fewbit._qarray_panels import PanelArray as PanelArray
 from fewbit._qarray_type import QArray as QArray
 from fewbit._qarray_type import WithAux as WithAux
 from fewbit._scales import compute_scales, split_two_levels, units, values
@@ -140,12 +141,14 @@ def dequantize(q: QArray | WithAux, dtype: Any = None) -> jax.Array:
     if isinstance(q, WithAux):
         return dequantize(q.array, dtype)
     check_qarray("dequantize", q)
-    validate_qarray(q)
+    if not isinstance(q, PanelArray):  # which is made only from valid ones
+        validate_qarray(q)
     return _dequantize(q, q.dtype if dtype is None else jnp.dtype(dtype))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _dequantize(q: QArray, dtype: np.dtype) -> jax.Array:
+    q = unpack(q)
     compute = dtype
     if q.scale.dtype != dtype:
         own = q.scale.dtype if dtype_bits(q.scale.dtype) >= 16 else jnp.float32
@@ -245,6 +248,8 @@ def unpack(q: QArray) -> QArray:
     check_qarray("qarray.unpack", q)
     if q.layout == "plain":
         return q
+    if isinstance(q, PanelArray):
+        return q.plain()
     return q.replace(qvalue=q.qvalue, layout="plain", last_dim=None)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit import jaxprs
 from fewbit.jaxprs import Eqn
-from fewbit.qarray import QArray
+from fewbit.qarray import QArray, unpack
 from fewbit.trace import Node
 from fewbit.weight import is_weight, map_parts, plain
 
@@ -146,6 +146,8 @@ def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
 
 def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     p = jaxprs.shard_map_params(eqn)
+    # Panels are cut for one device; one code per element splits over any mesh.
+    ins = [v.moved(unpack(v.array)) if is_weight(v) else v for v in ins]
     ins = [
         v if not is_weight(v) or _can_shard(v.array, s, p.mesh) else run.floats([v], "shard_map")[0]
         for v, s in zip(ins, p.in_specs, strict=True)

@@ -184,7 +184,7 @@ def report(model_or_params: Any, plan: Plan | None = None) -> Report:
         raise TypeError(_MSG_NO_PARAMS.format(kind=describe(model_or_params)))
     rows = tuple(_stored(path, value) for path, value in leaves)
     found = () if plan is None else tuple(_differences(dict(leaves), rows, plan))
-    return Report(rows, found, tuple(notes))
+    return Report(rows, found, (*notes, *_padding(rows, plan)))
 
 
 # --- from what people hold to parameter leaves ----------------------------------------------------
@@ -301,6 +301,18 @@ def _differences(
             yield from _storage_differences(path, values[path], row, leaf)
 
 
+def _padding(rows: tuple[StoredLeaf, ...], plan: Plan | None) -> Iterator[str]:
+    """What whole panels cost beyond the true width."""
+    true = {leaf.path: leaf.bytes_after for leaf in plan.leaves} if plan is not None else {}
+    packed = [row for row in rows if row.layout == "panels" and row.path in true]
+    extra = sum(row.bytes - true[row.path] for row in packed)
+    if extra > 0:
+        yield (
+            f"{len(packed)} parameters lie in panels for the native kernels; filling up their last "
+            f"blocks takes {_text.human_bytes(extra)}"
+        )
+
+
 def _storage_differences(path: str, value: Any, row: StoredLeaf, leaf: Any) -> Iterator[str]:
     scales, wanted = tuple(_qarray(value).scale.shape), get_scale_shape(leaf.shape, leaf.how)  # type: ignore[union-attr]
     if scales != tuple(wanted):
@@ -312,6 +324,8 @@ def _storage_differences(path: str, value: Any, row: StoredLeaf, leaf: Any) -> I
             f"{path} was calibrated by {how.calibration_method!r}, "
             f"the plan says {leaf.how.calibration_method!r}"
         )
+    if row.layout == "panels":  # padded to whole blocks, which a note says
+        return
     if row.bytes != leaf.bytes_after:
         fix = "; fewbit.pack(params) stores codes at their true width" * (row.layout == "plain")
         yield f"{path} takes {row.bytes} bytes, the plan says {leaf.bytes_after}{fix}"

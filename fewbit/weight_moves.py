@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fewbit import jaxprs, moves
 from fewbit.jaxprs import Eqn
-from fewbit.qarray import QArray
+from fewbit.qarray import QArray, unpack
 from fewbit.weight import is_weight, map_parts
 
 Rule = Callable[[Eqn, list[Any]], Sequence[Any]]
@@ -122,8 +122,9 @@ def _sharded(eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
     def apply(part, spec):
         return place(part, jax.sharding.NamedSharding(sharding.mesh, spec))
 
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.mesh.size == 1:
         return [weight]
+    weight = weight.moved(unpack(weight.array))
     return [weight.moved(map_parts(apply, weight.array, sharding.spec))]
 
 

@@ -39,7 +39,7 @@ def test_a_tree_leaf_by_leaf():
     assert list(rows) == ["bias", "down", "up"]
     up = rows["up"]
     assert (up.shape, up.dtype, up.qtype) == ((32, 64), "float32", "int4")
-    assert (up.granularity, up.layout) == ("tile 16", "plain")
+    assert (up.granularity, up.layout) == ("tile 16", "panels")
     assert (up.bytes, up.float_bytes) == (32 * 64 // 2 + 2 * 64 * 4, 32 * 64 * 4)
     assert rows["bias"].qtype is None and rows["bias"].bytes == rows["bias"].float_bytes == 256
     assert rows["down"].granularity == "per-channel"

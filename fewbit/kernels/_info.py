@@ -8,10 +8,10 @@ import os
 from fewbit.kernels._native import native_part
 
 # For a machine without the compiled part: the CPU flags that the kernels of each level need.
-# Words as in fewbit/native/machine.cc.
+# Words as in fewbit/native/isa.cc.
 _ISA_FLAGS = {
-    "avx512vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
-    "avx2": {"avx2", "fma"},
+    "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
+    "avx2": {"avx2", "fma", "f16c"},
 }
 
 
@@ -24,7 +24,7 @@ class KernelInfo:
       missing: why it is not; None if it is.
       path: the library's file, if one was found.
       built_with: the jaxlib (and FFI version) it was compiled against.
-      isa: the best instruction set of this CPU that fewbit has a name for.
+      isa: the instruction set in use: the best of this CPU, or the one that FEWBIT_ISA names.
       threads: CPUs this process may use.
     """
 
@@ -73,7 +73,7 @@ def info() -> KernelInfo:
 def isa_from_flags(flags: set[str]) -> str:
     """The instruction set level that CPU flags (as in /proc/cpuinfo) allow.
 
-    >>> isa_from_flags({"sse2", "avx2", "fma"})
+    >>> isa_from_flags({"sse2", "avx2", "fma", "f16c"})
     'avx2'
     >>> isa_from_flags({"sse2"})
     'portable'

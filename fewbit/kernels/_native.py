@@ -15,7 +15,10 @@ import jax
 LIBRARY_VARIABLE = "FEWBIT_NATIVE_LIBRARY"
 """Environment variable: a library to open instead of the installed one; empty turns it off."""
 
-FUNCTIONS = ("fewbit_absmax_rows",)
+ISA_VARIABLE = "FEWBIT_ISA"
+"""Environment variable: the instruction set to use, one that the CPU has; the best one if unset."""
+
+FUNCTIONS = ("fewbit_absmax_rows", "fewbit_matmul")
 """Symbols of the library, which are also the names of the FFI targets."""
 
 _LIBRARY_NAME = "libfewbit_native.so"
@@ -45,7 +48,7 @@ class NativePart:
     Attributes:
       path: the file, or None if there is none.
       missing: why the native part cannot be used; None if it can.
-      isa: what the library found in the CPU (`avx512vnni`, `avx2`, `portable`).
+      isa: the kernels it uses (`avx512_vnni`, `avx2`, `portable`).
       jaxlib: the jaxlib version whose FFI headers it was compiled with.
       ffi: the FFI version of those headers.
     """
@@ -87,12 +90,15 @@ def _open_and_register() -> NativePart:
         library = ctypes.CDLL(str(path))
         symbols = {name: getattr(library, name) for name in FUNCTIONS}
         isa = _text(library, "fewbit_isa")
+        isa_problem = _text(library, "fewbit_isa_problem")
         built = _text(library, "fewbit_jaxlib_version")
         major = library.fewbit_ffi_api_major()
         minor = library.fewbit_ffi_api_minor()
     except (OSError, AttributeError) as error:  # AttributeError: a symbol of another version
         return NativePart(path=str(path), missing=_MSG_NOT_LOADED.format(path=path, error=error))
     part = NativePart(path=str(path), isa=isa, jaxlib=built, ffi=f"{major}.{minor}")
+    if isa_problem:
+        return dataclasses.replace(part, missing=isa_problem)
     try:
         for name, symbol in symbols.items():
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(symbol), platform="cpu")

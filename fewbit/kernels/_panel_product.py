@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
 from fewbit.kernels._matmul import matmul
+from fewbit.kernels._partition import spread, zero_with_devices
 from fewbit.qarray import QArray, dequantize, quantize
 
 ROWS = ("float32", "bfloat16")
@@ -87,7 +88,7 @@ def panel_product(
         else tensor_scale.astype(jnp.float32).reshape(()),
         jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
     )
-    return panel_dot_p.bind(*_alike(args), spec=spec)
+    return _bind(*_alike(args), spec=spec)
 
 
 def _alike(args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -117,7 +118,12 @@ def _run(*args: jax.Array, spec: Product) -> jax.Array:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(spec: Product) -> Any:
-    return jax.jit(functools.partial(panel_dot_p.bind, spec=spec))
+    return jax.jit(functools.partial(_bind, spec=spec))
+
+
+def _bind(*args: jax.Array, spec: Product) -> jax.Array:
+    """The primitive, with what its lowering needs in the program around it."""
+    return panel_dot_p.bind(*args[:-1], args[-1] + zero_with_devices(), spec=spec)
 
 
 @panel_dot_p.def_abstract_eval
@@ -125,7 +131,11 @@ def _shape(x: Any, *rest: Any, spec: Product) -> Any:
     return x.update(shape=(x.shape[0], spec.width), dtype=jnp.dtype(spec.out_dtype))
 
 
-def _native(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+def _native(*operands: jax.Array, spec: Product) -> jax.Array:
+    return spread(_on_one_device, operands, spec)
+
+
+def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
     if spec.transposed:
         return _reference(x, act_scale, *weight, spec=spec)
     data, scale, zero, tensor_scale, layer = weight
@@ -179,7 +189,21 @@ def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
 
 
 mlir.register_lowering(panel_dot_p, mlir.lower_fun(_reference, multiple_results=False))
-mlir.register_lowering(panel_dot_p, mlir.lower_fun(_native, multiple_results=False), platform="cpu")
+
+
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, spec: Product) -> Any:
+    """Native on one device or spread over known ones; else left to XLA, which can always share."""
+    context = ctx.module_context.axis_context
+    function: Any = _native
+    if isinstance(context, mlir.ShardingContext):
+        if context.num_devices == 1:
+            function = _on_one_device
+        elif context.device_assignment is None:
+            function = _reference
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, spec=spec)
+
+
+mlir.register_lowering(panel_dot_p, _lower_on_cpu, platform="cpu")
 
 
 # --- derivatives: only of a float x; straight-through rules for quantized rows are the caller's ---
@@ -194,7 +218,7 @@ def _jvp(primals: Any, tangents: Any, *, spec: Product) -> tuple[jax.Array, Any]
         )
     if isinstance(tangents[0], ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, panel_dot_p.bind(tangents[0], *primals[1:], spec=spec)
+    return out, _bind(tangents[0], *primals[1:], spec=spec)
 
 
 def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
@@ -203,7 +227,7 @@ def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
     back = dataclasses.replace(
         spec, transposed=not spec.transposed, out_dtype=x.aval.dtype.name, act="none"
     )
-    return [panel_dot_p.bind(g, *rest, spec=back)] + [None] * len(rest)
+    return [_bind(g, *rest, spec=back)] + [None] * len(rest)
 
 
 ad.primitive_jvps[panel_dot_p] = _jvp

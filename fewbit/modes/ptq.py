@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from fewbit import current, ops
+from fewbit._qarray_panels import PanelArray
 from fewbit.decisions import activation_fields
 from fewbit.modes.provider import QuantizationProvider, as_float
 from fewbit.numerics import should_quantize
@@ -56,7 +57,11 @@ class BoxedParamProvider(QuantizationProvider):
             lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how),
         )
         return quantized_product(
-            product, (lhs, rhs), hows, lambda a, b: ops.describe_dot(a, b, dimension_numbers)
+            product,
+            (lhs, rhs),
+            hows,
+            lambda a, b: ops.describe_dot(a, b, dimension_numbers),
+            measure=ops.Deferred,
         )
 
     def einsum(
@@ -86,7 +91,11 @@ class BoxedParamProvider(QuantizationProvider):
             lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how),
         )
         return quantized_product(
-            product, operands, hows, lambda *q: _describe_einsum(einsum_str, *q)
+            product,
+            operands,
+            hows,
+            lambda *q: _describe_einsum(einsum_str, *q),
+            measure=ops.Deferred,
         )
 
     def conv_general_dilated(
@@ -173,14 +182,23 @@ def activation_hows(
     )
 
 
+def _float_side(x: Any) -> Any:
+    """An operand of the float product; a kernel reads a weight in panels as it is."""
+    return x if isinstance(x, PanelArray) else as_float(x)
+
+
 def quantized_product(
     product: Callable[..., jax.Array],
     operands: Sequence[Any],
     hows: Hows,
     describe: Callable[..., str],
     rest: tuple[Any, ...] = (),
+    measure: Callable[[Any, HowToQuantize], Any] = quantize_with,
 ) -> jax.Array:
     """The product with operands quantized as `hows` say, differentiated as the float product.
+
+    `measure` quantizes an operand whose scale is not stored; a product that can do so itself, in
+    the kernel that consumes it, is given it as `ops.Deferred`.
 
     `rest` are the product's other arguments: whatever is traced has to be an operand of the
     custom derivative, which may not close over it.
@@ -191,7 +209,7 @@ def quantized_product(
         how = hows[k]
         if how is None:
             return x
-        return quantize_static(x, how, *static[k]) if k in static else quantize_with(x, how)
+        return quantize_static(x, how, *static[k]) if k in static else measure(x, how)
 
     def value(operands, static, rest):
         quantized_operands = [quantized(k, x, static) for k, x in enumerate(operands)]
@@ -209,7 +227,7 @@ def quantized_product(
     def derivative(primals, tangents):
         rest = primals[2]
         _, tangent = jax.jvp(
-            lambda xs: product(*map(as_float, xs), *rest), primals[:1], tangents[:1]
+            lambda xs: product(*map(_float_side, xs), *rest), primals[:1], tangents[:1]
         )
         return straight(*primals), tangent
 

@@ -1,21 +1,15 @@
-// What this library was built against and what the CPU under it can do, for kernels.info().
+// What this library was built against and which kernels it runs here, for kernels.info().
 
 #include "exports.h"
+#include "isa.h"
 #include "xla/ffi/api/c_api.h"
 
 // The names are words of the Python side too (fewbit/kernels/_info.py).
-extern "C" FEWBIT_EXPORT const char* fewbit_isa() {
-#if defined(__x86_64__)
-  // These four are what the AVX-512 kernels may use; the builtin asks the operating system too.
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
-    return "avx512vnni";
-  }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    return "avx2";
-  }
-#endif
-  return "portable";
+extern "C" FEWBIT_EXPORT const char* fewbit_isa() { return fewbit::ChosenIsa().kernels->name; }
+
+// Empty, or why FEWBIT_ISA cannot be followed.
+extern "C" FEWBIT_EXPORT const char* fewbit_isa_problem() {
+  return fewbit::ChosenIsa().problem.c_str();
 }
 
 extern "C" FEWBIT_EXPORT const char* fewbit_jaxlib_version() { return FEWBIT_JAXLIB_VERSION; }

@@ -5,6 +5,7 @@ from fewbit.ops.conv import decide_conv as decide_conv
 from fewbit.ops.conv import describe_conv as describe_conv
 from fewbit.ops.decision import Decision as Decision
 from fewbit.ops.decision import decide_dot as decide_dot
+from fewbit.ops.deferred import Deferred as Deferred
 from fewbit.ops.dot_general import describe_dot as describe_dot
 from fewbit.ops.dot_general import dot as dot
 from fewbit.ops.dot_general import dot_general as dot_general

@@ -87,7 +87,7 @@ def arithmetic(dot: PanelDot, x: Any) -> str:
 def describe(dot: PanelDot, x: Any) -> str:
     """The plan's word for it."""
     what = arithmetic(dot, x)
-    return "native int8 dot" if what != "none" else "native float dot"
+    return "native int8" if what != "none" else "native float"
 
 
 def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
@@ -131,8 +131,8 @@ def run_panel_dot(dot: PanelDot, x: Any, dtype: Any) -> jax.Array:
             out_dtype=out_dtype,
         )
     else:
-        array = dequantize(x.quantized()) if isinstance(x, Deferred) else x
-        array = dequantize(array) if isinstance(array, QArray) else array
+        array = x.quantized() if isinstance(x, Deferred) else x
+        array = dequantize(array, jnp.float32) if isinstance(array, QArray) else array
         if array.dtype.name not in kernels.ROWS:
             array = array.astype(jnp.float32)
         out = panel_product(_rows(dot, array), dot.weight, out_dtype=out_dtype)

@@ -1,0 +1,110 @@
+"""How the native product is spread over devices: rows of x, or whole panels of columns.
+
+XLA cannot look into a native call; unless it is told, it gathers every operand on every device.
+Told the rule below, each device multiplies its rows by its panels, and nothing moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fewbit.packing_panels import COLUMNS
+
+Local = Callable[..., jax.Array]  # the product on one device: local(*operands, spec=Product)
+
+
+def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any) -> jax.Array:
+    """`local(*operands, spec=spec)`, which devices share by rows and panels.
+
+    Operands are those of the primitive: x, act_scale, data, scale, zero, tensor_scale, layer.
+    """
+    ranks = tuple(operand.ndim for operand in operands)
+    return _spreading(local, spec, ranks, operands[1].shape[:1] == operands[0].shape[:1])(*operands)
+
+
+@custom_partitioning
+def _marked(zero: jax.Array) -> jax.Array:
+    return zero
+
+
+def _keep_whole(mesh: Any, operands: Any, result: Any) -> Any:
+    place = NamedSharding(mesh, PartitionSpec())
+    return mesh, lambda zero: zero, place, (place,)
+
+
+_marked.def_partition(_keep_whole, sharding_rule=" -> ")
+
+
+def zero_with_devices() -> jax.Array:
+    """An int32 zero that makes JAX keep the devices at hand while it lowers the program.
+
+    It does so for programs in which it sees a `custom_partitioning`; the one of the product comes
+    up only in the lowering of our primitive, which is too late.
+    """
+    return _marked(jnp.zeros((), jnp.int32))
+
+
+@functools.lru_cache(maxsize=1024)
+def _spreading(local: Local, spec: Any, ranks: tuple[int, ...], scale_per_row: bool) -> Any:
+    by_panels = spec.n % COLUMNS == 0 and not spec.transposed
+
+    @custom_partitioning
+    def run(*operands):
+        return local(*operands, spec=spec)
+
+    def axes_of(rows: Any, panels: Any) -> list[PartitionSpec]:
+        entries = [
+            [rows],
+            [rows if scale_per_row else None] if ranks[1] == 2 else [],
+            [None, panels],
+            [None, panels],
+            [None, panels] if ranks[4] > 1 else [],
+            [],
+            [],
+        ]
+        return [
+            PartitionSpec(*entry, *[None] * (rank - len(entry)))
+            for entry, rank in zip(entries, ranks, strict=True)
+        ]
+
+    def partition(mesh, operands, result):
+        rows, columns = (*result.sharding.spec, None, None)[:2]
+        if spec.transposed:
+            columns = None
+        ways = 1
+        for name in (columns,) if isinstance(columns, str) else columns or ():
+            ways *= mesh.shape[name]
+        if not by_panels or (spec.n // COLUMNS) % ways:
+            columns, ways = None, 1
+        mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
+        inputs = tuple(NamedSharding(mesh, place) for place in axes_of(rows, columns))
+        output = NamedSharding(mesh, PartitionSpec(rows, columns))
+        return mesh, functools.partial(local, spec=mine), output, inputs
+
+    run.def_partition(partition, sharding_rule=_rule(ranks, scale_per_row, by_panels))
+    return run
+
+
+def _rule(ranks: tuple[int, ...], scale_per_row: bool, by_panels: bool) -> str:
+    """Which axes of operands and result are one, as an einsum of factors."""
+    row = "m" if scale_per_row else "o"
+    panel = "p" if by_panels else "q"
+    return ", ".join(
+        [
+            "m i",
+            f"{row} s" if ranks[1] == 2 else "s",
+            f"e {panel} b w c d",
+            f"e {panel} g c",
+            f"e {panel} g c" if ranks[4] > 1 else "z",
+            "",
+            "",
+        ]
+    ) + (" -> m (p c)" if by_panels else " -> m j")

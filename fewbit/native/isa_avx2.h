@@ -1,0 +1,212 @@
+// Sixteen lanes as two 256-bit vectors: AVX2, FMA, F16C.
+
+#ifndef FEWBIT_NATIVE_ISA_AVX2_H_
+#define FEWBIT_NATIVE_ISA_AVX2_H_
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "matmul_kernels.h"
+
+namespace fewbit {
+namespace {
+
+struct Avx2 {
+  struct I {
+    __m256i a, b;
+  };
+  struct F {
+    __m256 a, b;
+  };
+  // Two registers of eight values: a permutation reaches eight.
+  struct Table {
+    __m256 low, high;
+  };
+
+  static constexpr int kFloatRows = 6, kFloatVectors = 1;
+  static constexpr int kIntRows = 6, kIntVectors = 1;
+  static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr bool kPanelIsUnpacked = false;
+  static constexpr bool kOwnTable = true;
+
+  static I LoadI(const void* p) {
+    const __m256i* v = static_cast<const __m256i*>(p);
+    return {_mm256_loadu_si256(v), _mm256_loadu_si256(v + 1)};
+  }
+  static void StoreI(int32_t* p, I v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), v.a);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p) + 1, v.b);
+  }
+  static I SetI(int32_t v) { return {_mm256_set1_epi32(v), _mm256_set1_epi32(v)}; }
+  static I LoadBytes(const void* p) {
+    const __m128i v = _mm_loadu_si128(static_cast<const __m128i*>(p));
+    return {_mm256_cvtepu8_epi32(v), _mm256_cvtepu8_epi32(_mm_srli_si128(v, 8))};
+  }
+  static I LoadShorts(const void* p) {
+    const __m128i* v = static_cast<const __m128i*>(p);
+    return {_mm256_cvtepu16_epi32(_mm_loadu_si128(v)),
+            _mm256_cvtepu16_epi32(_mm_loadu_si128(v + 1))};
+  }
+  static I And(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+  static I Or(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+  static I AddI(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+  static I SubI(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+  static I MulI(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+  static I MaxI(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+  static I ShiftLeft(I x, int n) { return {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; }
+  static I ShiftRight(I x, int n) {
+    return {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)};
+  }
+  static I ShiftRightSigned(I x, int n) {
+    return {_mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n)};
+  }
+
+  static F LoadF(const void* p) {
+    const float* v = static_cast<const float*>(p);
+    return {_mm256_loadu_ps(v), _mm256_loadu_ps(v + 8)};
+  }
+  static void StoreF(float* p, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + 8, v.b);
+  }
+  static F LoadHalf(const void* p) {
+    const __m128i* v = static_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(v)), _mm256_cvtph_ps(_mm_loadu_si128(v + 1))};
+  }
+  static F SetF(float v) { return {_mm256_set1_ps(v), _mm256_set1_ps(v)}; }
+  static F AddF(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  static F SubF(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+  static F MulF(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static F Fma(F x, F y, F z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+  }
+  static F ToFloat(I v) { return {_mm256_cvtepi32_ps(v.a), _mm256_cvtepi32_ps(v.b)}; }
+  static F AsFloat(I v) { return {_mm256_castsi256_ps(v.a), _mm256_castsi256_ps(v.b)}; }
+  static I AsInt(F v) { return {_mm256_castps_si256(v.a), _mm256_castps_si256(v.b)}; }
+
+  static F ByteOverMagic(I quad, int i) {
+    const int b = i - 0x7f7f8000;  // byte i of a lane into its lowest place, zeros above
+    const __m256i pick = _mm256_broadcastsi128_si256(_mm_setr_epi32(b, b + 4, b + 8, b + 12));
+    const __m256i magic = _mm256_set1_epi32(0x4b000000);
+    return AsFloat({_mm256_or_si256(_mm256_shuffle_epi8(quad.a, pick), magic),
+                    _mm256_or_si256(_mm256_shuffle_epi8(quad.b, pick), magic)});
+  }
+  static Table LoadTable(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static F LookUp(const Table& table, I index) {
+    return {LookUpHalf(table, index.a), LookUpHalf(table, index.b)};
+  }
+
+  // Codes of 8 bits as two vectors of 16-bit numbers; vpmaddubsw would saturate on them.
+  static constexpr int Words(int bits) { return bits == 8 ? 2 : 1; }
+  // How many quads' sums of two products u * a, |a| <= 128, fit 16 bits. 0: summed in 32 at once.
+  static constexpr int Span(int bits) {
+    return bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : bits == 7 ? 1 : 0;
+  }
+  template <int kBits>
+  static void Keep(int32_t* p, I quad) {
+    if constexpr (kBits == 8) {
+      StoreI(p, Even(quad));
+      StoreI(p + 16, Odd(quad));
+    } else {
+      StoreI(p, quad);
+    }
+  }
+  template <int kBits>
+  static I Dot(I sum, I quad, const int32_t* a) {
+    return DotWord(DotWord(sum, Even(quad), a[0]), Odd(quad), a[1]);
+  }
+  static I DotWord(I sum, I w, int32_t a) {
+    const __m256i pair = _mm256_set1_epi32(a);
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(w.a, pair)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(w.b, pair))};
+  }
+  static I DotNarrow(I w, int32_t a) {
+    const __m256i quad = _mm256_set1_epi32(a);
+    return {_mm256_maddubs_epi16(w.a, quad), _mm256_maddubs_epi16(w.b, quad)};
+  }
+  static I AddShorts(I x, I y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+  static I AddWidened(I sum, I narrow) {
+    const __m256i one = _mm256_set1_epi16(1);
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(narrow.a, one)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(narrow.b, one))};
+  }
+
+  // The bytes of the 16 values apart: byte shuffles look up each, and unpacking joins them, at
+  // half the cost of two permutations and a blend. What comes out has k along the lanes.
+  struct WideTable {
+    __m256i bytes[4];
+
+    explicit WideTable(const Panel& panel) {
+      const __m128i* values = reinterpret_cast<const __m128i*>(panel.table);
+      const __m128i gather = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      __m128i v[4];  // four values each, by bytes: [4 lowest][4 next]...
+      for (int i = 0; i < 4; ++i) {
+        v[i] = _mm_shuffle_epi8(_mm_loadu_si128(values + i), gather);
+      }
+      const __m128i a = _mm_unpacklo_epi32(v[0], v[1]), b = _mm_unpacklo_epi32(v[2], v[3]);
+      const __m128i c = _mm_unpackhi_epi32(v[0], v[1]), d = _mm_unpackhi_epi32(v[2], v[3]);
+      bytes[0] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(a, b));
+      bytes[1] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(a, b));
+      bytes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
+      bytes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
+    }
+  };
+  // Column c of 8 has its four sums in the low (c < 4) or high half of vector c % 4.
+  struct TableSums {
+    __m256 sum[2][4];
+
+    TableSums() {
+      for (int i = 0; i < 4; ++i) {
+        sum[0][i] = sum[1][i] = _mm256_setzero_ps();
+      }
+    }
+    // A word per column: eight k.
+    void Add(const WideTable& table, const uint8_t* words, const float* x) {
+      const __m256i low = _mm256_set1_epi8(0x0f);
+      const __m256 x0 = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x));
+      const __m256 x1 = _mm256_broadcast_ps(reinterpret_cast<const __m128*>(x + 4));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words) + h);
+        AddQuad(table, _mm256_and_si256(v, low), x0, sum[h]);
+        AddQuad(table, _mm256_and_si256(_mm256_srli_epi16(v, 4), low), x1, sum[h]);
+      }
+    }
+    F Total() const { return {Columns(sum[0]), Columns(sum[1])}; }
+
+   private:
+    static void AddQuad(const WideTable& table, __m256i index, __m256 x, __m256* sum) {
+      const __m256i b0 = _mm256_shuffle_epi8(table.bytes[0], index);
+      const __m256i b1 = _mm256_shuffle_epi8(table.bytes[1], index);
+      const __m256i b2 = _mm256_shuffle_epi8(table.bytes[2], index);
+      const __m256i b3 = _mm256_shuffle_epi8(table.bytes[3], index);
+      const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), high0 = _mm256_unpacklo_epi8(b2, b3);
+      const __m256i low1 = _mm256_unpackhi_epi8(b0, b1), high1 = _mm256_unpackhi_epi8(b2, b3);
+      sum[0] = Fused(_mm256_unpacklo_epi16(low0, high0), x, sum[0]);
+      sum[1] = Fused(_mm256_unpackhi_epi16(low0, high0), x, sum[1]);
+      sum[2] = Fused(_mm256_unpacklo_epi16(low1, high1), x, sum[2]);
+      sum[3] = Fused(_mm256_unpackhi_epi16(low1, high1), x, sum[3]);
+    }
+    static __m256 Fused(__m256i w, __m256 x, __m256 sum) {
+      return _mm256_fmadd_ps(_mm256_castsi256_ps(w), x, sum);
+    }
+    static __m256 Columns(const __m256* s) {
+      return _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
+    }
+  };
+
+ private:
+  static I Even(I quad) { return And(quad, SetI(0x00ff00ff)); }
+  static I Odd(I quad) { return {_mm256_srli_epi16(quad.a, 8), _mm256_srli_epi16(quad.b, 8)}; }
+  static __m256 LookUpHalf(const Table& table, __m256i index) {
+    const __m256 low = _mm256_permutevar8x32_ps(table.low, index);
+    const __m256 high = _mm256_permutevar8x32_ps(table.high, index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+};
+
+}  // namespace
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_ISA_AVX2_H_

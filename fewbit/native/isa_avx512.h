@@ -1,0 +1,87 @@
+// Sixteen lanes as one 512-bit vector: AVX-512 F, BW, VL, VNNI.
+
+#ifndef FEWBIT_NATIVE_ISA_AVX512_H_
+#define FEWBIT_NATIVE_ISA_AVX512_H_
+
+#if defined(FEWBIT_EMULATE_AVX512)
+#include "avx512_emulated.h"
+#else
+#include <immintrin.h>
+#endif
+
+#include <cstdint>
+
+namespace fewbit {
+namespace {
+
+struct Avx512 {
+  using I = __m512i;
+  using F = __m512;
+  using Table = __m512;
+
+  static constexpr int kFloatRows = 6, kFloatVectors = 4;
+  static constexpr int kIntRows = 4, kIntVectors = 4;
+  static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr bool kPanelIsUnpacked = true;
+  static constexpr bool kOwnTable = false;
+
+  static I LoadI(const void* p) { return _mm512_loadu_si512(p); }
+  static void StoreI(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
+  static I SetI(int32_t v) { return _mm512_set1_epi32(v); }
+  static I LoadBytes(const void* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static I LoadShorts(const void* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  }
+  static I And(I x, I y) { return _mm512_and_si512(x, y); }
+  static I Or(I x, I y) { return _mm512_or_si512(x, y); }
+  static I AddI(I x, I y) { return _mm512_add_epi32(x, y); }
+  static I SubI(I x, I y) { return _mm512_sub_epi32(x, y); }
+  static I MulI(I x, I y) { return _mm512_mullo_epi32(x, y); }
+  static I MaxI(I x, I y) { return _mm512_max_epi32(x, y); }
+  static I ShiftLeft(I x, int n) { return _mm512_slli_epi32(x, static_cast<unsigned>(n)); }
+  static I ShiftRight(I x, int n) { return _mm512_srli_epi32(x, static_cast<unsigned>(n)); }
+  static I ShiftRightSigned(I x, int n) { return _mm512_srai_epi32(x, static_cast<unsigned>(n)); }
+
+  static F LoadF(const void* p) { return _mm512_loadu_ps(p); }
+  static void StoreF(float* p, F v) { _mm512_storeu_ps(p, v); }
+  static F LoadHalf(const void* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+  }
+  static F SetF(float v) { return _mm512_set1_ps(v); }
+  static F AddF(F x, F y) { return _mm512_add_ps(x, y); }
+  static F SubF(F x, F y) { return _mm512_sub_ps(x, y); }
+  static F MulF(F x, F y) { return _mm512_mul_ps(x, y); }
+  static F Fma(F x, F y, F z) { return _mm512_fmadd_ps(x, y, z); }
+  static F ToFloat(I v) { return _mm512_cvtepi32_ps(v); }
+  static F AsFloat(I v) { return _mm512_castsi512_ps(v); }
+  static I AsInt(F v) { return _mm512_castps_si512(v); }
+
+  static F ByteOverMagic(I quad, int i) {
+    constexpr int kAndOr = 0xea;  // (x & y) | z
+    return AsFloat(_mm512_ternarylogic_epi32(ShiftRight(quad, 8 * i), SetI(0xff),
+                                             SetI(0x4b000000), kAndOr));
+  }
+  static Table LoadTable(const float* p) { return _mm512_loadu_ps(p); }
+  static F LookUp(const Table& table, I index) { return _mm512_permutexvar_ps(index, table); }
+
+  static constexpr int Words(int) { return 1; }
+  static constexpr int Span(int) { return 0; }
+  template <int kBits>
+  static void Keep(int32_t* p, I quad) {
+    StoreI(p, quad);
+  }
+  template <int kBits>
+  static I Dot(I sum, I quad, const int32_t* a) {
+    return DotWord(sum, quad, a[0]);
+  }
+  static I DotWord(I sum, I w, int32_t a) {
+    return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(a));
+  }
+};
+
+}  // namespace
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_ISA_AVX512_H_

@@ -1,0 +1,211 @@
+// Sixteen lanes as four vectors of four, in the compiler's own vector types: any architecture.
+
+#ifndef FEWBIT_NATIVE_ISA_PORTABLE_H_
+#define FEWBIT_NATIVE_ISA_PORTABLE_H_
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "matmul_kernels.h"
+
+namespace fewbit {
+namespace {
+
+struct Portable {
+  typedef int32_t I4 __attribute__((vector_size(16)));
+  typedef uint32_t U4 __attribute__((vector_size(16)));
+  typedef float F4 __attribute__((vector_size(16)));
+  typedef uint16_t U8 __attribute__((vector_size(16)));
+  typedef int16_t S8 __attribute__((vector_size(16)));
+  struct I {
+    I4 a, b, c, d;
+  };
+  struct F {
+    F4 a, b, c, d;
+  };
+  using Table = const float*;
+
+  static constexpr int kFloatRows = 2, kFloatVectors = 1;
+  static constexpr int kIntRows = 2, kIntVectors = 1;
+  static constexpr int kStreamRows = 1, kStreamVectors = 1;
+  static constexpr bool kPanelIsUnpacked = false;
+  static constexpr bool kOwnTable = true;
+
+  static I LoadI(const void* p) { return Load<I>(p); }
+  static void StoreI(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
+  static I SetI(int32_t v) {
+    const I4 w = {v, v, v, v};
+    return {w, w, w, w};
+  }
+  static I LoadBytes(const void* p) { return Widened<uint8_t>(p); }
+  static I LoadShorts(const void* p) { return Widened<uint16_t>(p); }
+  static I And(I x, I y) { return {x.a & y.a, x.b & y.b, x.c & y.c, x.d & y.d}; }
+  static I Or(I x, I y) { return {x.a | y.a, x.b | y.b, x.c | y.c, x.d | y.d}; }
+  // Unsigned, because these wrap around on purpose.
+  static I AddI(I x, I y) {
+    return {I4(U4(x.a) + U4(y.a)), I4(U4(x.b) + U4(y.b)), I4(U4(x.c) + U4(y.c)),
+            I4(U4(x.d) + U4(y.d))};
+  }
+  static I SubI(I x, I y) {
+    return {I4(U4(x.a) - U4(y.a)), I4(U4(x.b) - U4(y.b)), I4(U4(x.c) - U4(y.c)),
+            I4(U4(x.d) - U4(y.d))};
+  }
+  static I MulI(I x, I y) {
+    return {I4(U4(x.a) * U4(y.a)), I4(U4(x.b) * U4(y.b)), I4(U4(x.c) * U4(y.c)),
+            I4(U4(x.d) * U4(y.d))};
+  }
+  static I MaxI(I x, I y) {
+    return {x.a > y.a ? x.a : y.a, x.b > y.b ? x.b : y.b, x.c > y.c ? x.c : y.c,
+            x.d > y.d ? x.d : y.d};
+  }
+  static I ShiftLeft(I x, int n) {
+    return {I4(U4(x.a) << n), I4(U4(x.b) << n), I4(U4(x.c) << n), I4(U4(x.d) << n)};
+  }
+  static I ShiftRight(I x, int n) {
+    return {I4(U4(x.a) >> n), I4(U4(x.b) >> n), I4(U4(x.c) >> n), I4(U4(x.d) >> n)};
+  }
+  static I ShiftRightSigned(I x, int n) { return {x.a >> n, x.b >> n, x.c >> n, x.d >> n}; }
+
+  static F LoadF(const void* p) { return Load<F>(p); }
+  static void StoreF(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+  static F LoadHalf(const void* p) {
+    const I half = LoadShorts(p);
+    const I magnitude = And(half, SetI(0x7fff));
+    // Exponent bias 15 to 127 by a product, which also makes subnormal numbers right; what was
+    // infinite or NaN gets its exponent filled.
+    const F value = MulF(AsFloat(ShiftLeft(magnitude, 13)), SetF(0x1p112f));
+    const I top = ShiftRight(AddI(magnitude, SetI(0x0400)), 15);  // 1 if the exponent is full
+    const I filled = And(SubI(SetI(0), top), SetI(0x7f800000));
+    const I sign = ShiftLeft(And(half, SetI(0x8000)), 16);
+    return AsFloat(Or(Or(AsInt(value), filled), sign));
+  }
+  static F SetF(float v) {
+    const F4 w = {v, v, v, v};
+    return {w, w, w, w};
+  }
+  static F AddF(F x, F y) { return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d}; }
+  static F SubF(F x, F y) { return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d}; }
+  static F MulF(F x, F y) { return {x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d}; }
+  static F Fma(F x, F y, F z) {
+    return {x.a * y.a + z.a, x.b * y.b + z.b, x.c * y.c + z.c, x.d * y.d + z.d};
+  }
+  static F ToFloat(I v) {
+    return {__builtin_convertvector(v.a, F4), __builtin_convertvector(v.b, F4),
+            __builtin_convertvector(v.c, F4), __builtin_convertvector(v.d, F4)};
+  }
+  static F AsFloat(I v) { return {F4(v.a), F4(v.b), F4(v.c), F4(v.d)}; }
+  static I AsInt(F v) { return {I4(v.a), I4(v.b), I4(v.c), I4(v.d)}; }
+
+  static F ByteOverMagic(I quad, int i) {
+    return AsFloat(Or(And(ShiftRight(quad, 8 * i), SetI(0xff)), SetI(0x4b000000)));
+  }
+  static Table LoadTable(const float* p) { return p; }
+  static F LookUp(Table table, I index) {
+    return {LookUp4(table, index.a), LookUp4(table, index.b), LookUp4(table, index.c),
+            LookUp4(table, index.d)};
+  }
+
+  // A byte holds the codes of k and k + 4 of one column: a table of pairs looks up both at once.
+  struct WideTable {
+    const float* pairs;
+
+    explicit WideTable(const Panel& panel) : pairs(panel.pairs) {}
+  };
+  // Lanes: two columns, each with its sums of the lower and of the upper k.
+  struct TableSums {
+    F4 sum[8];
+
+    TableSums() {
+      for (F4& s : sum) {
+        s = F4{0, 0, 0, 0};
+      }
+    }
+    void Add(const WideTable& table, const uint8_t* words, const float* x) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const F4 xs = {x[i], x[i + 4], x[i], x[i + 4]};
+#pragma GCC unroll 8
+        for (int c = 0; c < 8; ++c) {
+          const D2 both = {Pair(table, words[c * 8 + i]), Pair(table, words[c * 8 + 4 + i])};
+          sum[c] += F4(both) * xs;
+        }
+      }
+    }
+    F Total() const {
+      alignas(16) float total[16];
+      for (int c = 0; c < 8; ++c) {
+        total[c * 2] = sum[c][0] + sum[c][1];
+        total[c * 2 + 1] = sum[c][2] + sum[c][3];
+      }
+      return LoadF(total);
+    }
+
+   private:
+    typedef double D2 __attribute__((vector_size(16)));
+    static double Pair(const WideTable& table, uint8_t code) {  // two floats, moved as one
+      double pair;
+      std::memcpy(&pair, table.pairs + code * 2, sizeof pair);
+      return pair;
+    }
+  };
+
+  static constexpr int Words(int) { return 2; }
+  static constexpr int Span(int) { return 0; }
+  template <int kBits>
+  static void Keep(int32_t* p, I quad) {
+    StoreI(p, Even(quad));
+    StoreI(p + 16, Odd(quad));
+  }
+  template <int kBits>
+  static I Dot(I sum, I quad, const int32_t* a) {
+    return DotWord(DotWord(sum, Even(quad), a[0]), Odd(quad), a[1]);
+  }
+  static I DotWord(I sum, I w, int32_t a) {
+    const I4 pair = {a, a, a, a};
+    return AddI(sum, {Madd(w.a, pair), Madd(w.b, pair), Madd(w.c, pair), Madd(w.d, pair)});
+  }
+
+ private:
+  template <class V>
+  static V Load(const void* p) {
+    V v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  template <class Narrow>
+  static I Widened(const void* p) {
+    Narrow narrow[16];
+    int32_t wide[16];
+    std::memcpy(narrow, p, sizeof narrow);
+    for (int i = 0; i < 16; ++i) {
+      wide[i] = narrow[i];
+    }
+    return Load<I>(wide);
+  }
+  static F4 LookUp4(Table table, I4 index) {
+    return F4{table[index[0] & 15], table[index[1] & 15], table[index[2] & 15],
+              table[index[3] & 15]};
+  }
+  static I Even(I quad) { return And(quad, SetI(0x00ff00ff)); }
+  static I Odd(I quad) {
+    return {I4(U8(quad.a) >> 8), I4(U8(quad.b) >> 8), I4(U8(quad.c) >> 8), I4(U8(quad.d) >> 8)};
+  }
+  // Products of 16-bit numbers, added in pairs.
+  static I4 Madd(I4 x, I4 y) {
+#if defined(__SSE2__)
+    // Part of every x86-64; without it compilers multiply 32-bit numbers, which SSE2 cannot.
+    return I4(_mm_madd_epi16(__m128i(x), __m128i(y)));
+#else
+    return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
+#endif
+  }
+};
+
+}  // namespace
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_ISA_PORTABLE_H_

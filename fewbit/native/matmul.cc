@@ -1,0 +1,291 @@
+#include "matmul.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "activations.h"
+#include "matmul_plan.h"
+
+namespace fewbit {
+namespace {
+
+// Waking another thread costs about as long as this much work takes.
+constexpr int64_t kWorthSharing = 400 * 1000;
+constexpr int64_t kBlockBytes = 64 * 1024;
+
+// Row tiles that go over all strips of a piece together: their activations (6 rows of 512 floats
+// each) should stay in the L2 cache beside the unpacked piece.
+constexpr size_t kTilesAtOnce = 16;
+
+uint16_t ToBf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  if (std::isnan(value)) {
+    return static_cast<uint16_t>(bits >> 16 | 0x40);
+  }
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+class Run {
+ public:
+  Run(const Kernels& kernels, const Matmul& m, const Plan& plan, const Activations& a)
+      : kernels_(kernels), m_(m), plan_(plan), a_(a) {}
+
+  void StreamPanel(int64_t index) const {
+    alignas(64) float sums[kMaxStreamRows * kPanel];
+    const size_t height = static_cast<size_t>(m_.rows - 1);
+    const int64_t padded = plan_.quads * 4;
+    if (plan_.integers) {
+      const StreamInt stream{PanelAt(index), a_.words, plan_.quads * plan_.words,
+                             a_.sums, a_.scales, a_.scale_columns,
+                             plan_.scale_each, Raw(), sums};
+      kernels_.stream_int[m_.format->bits - 1][height](stream);
+    } else {
+      kernels_.stream_float[m_.format->decoding][height]({PanelAt(index), a_.floats, padded, sums});
+    }
+    Write(index, 0, m_.rows, sums);
+  }
+
+  void TilePanel(int64_t index, int64_t row_block) const {
+    const size_t begin = static_cast<size_t>(row_block * plan_.tiles_per_block);
+    const size_t end =
+        std::min(begin + static_cast<size_t>(plan_.tiles_per_block), plan_.tiles.size());
+    const int64_t first_row = plan_.tiles[begin].first_row;
+    const int64_t rows = plan_.tiles[end - 1].first_row + plan_.tiles[end - 1].rows - first_row;
+    const Space space = TakeSpace(rows);
+    if (plan_.integers) {
+      std::fill(space.c, space.c + rows * kPanel, 0.0f);
+    }
+    for (size_t p = 0; p < plan_.pieces.size(); ++p) {
+      if (plan_.integers) {
+        IntPiece(index, plan_.pieces[p], begin, end, first_row, space);
+      } else {
+        FloatPiece(index, plan_.pieces[p], begin, end, first_row, p == 0, space);
+      }
+    }
+    Write(index, first_row, rows, Raw() ? reinterpret_cast<float*>(space.partial) : space.c);
+    ReleaseLargeScratch(Scratch::kBlock);
+  }
+
+ private:
+  struct Space {
+    float* c;           // [rows][64]
+    int32_t* partial;   // [rows][64]
+    float* scales;      // [segments of a piece][64]
+    int32_t* zeros;
+    char* unpacked;
+  };
+
+  bool Raw() const { return m_.out_type == Element::kS32; }
+
+  Panel PanelAt(int64_t index) const {
+    static constexpr int64_t kScaleBytes[] = {4, 2, 2, 1, 1};
+    const int64_t per_group = index * m_.groups * kPanel;
+    return {m_.data + index * (plan_.quads / kBlockQuads) * m_.format->bits * kPanel * 4,
+            m_.scale + per_group * kScaleBytes[m_.scale_type],
+            m_.zero == nullptr ? nullptr : m_.zero + per_group,
+            m_.format->table,
+            m_.format->pairs,
+            plan_.segment_quads.data(),
+            plan_.segment_group.data(),
+            plan_.segments(),
+            m_.format->zero,
+            m_.scale_type};
+  }
+
+  Space TakeSpace(int64_t rows) const {
+    size_t quads = 0, segments = 0;
+    for (const Piece& piece : plan_.pieces) {
+      quads = std::max(quads, static_cast<size_t>(piece.bounds.back() - piece.bounds.front()));
+      segments = std::max(segments, piece.lengths.size());
+    }
+    const size_t sums = static_cast<size_t>(rows) * kPanel * 4;
+    const size_t per_segment = segments * kPanel * 4;
+    const size_t unpacked = quads * kPanel * 4 * static_cast<size_t>(plan_.words);
+    char* at = static_cast<char*>(
+        ScratchBytes(Scratch::kBlock, 2 * sums + 2 * per_segment + unpacked));
+    return {reinterpret_cast<float*>(at), reinterpret_cast<int32_t*>(at + sums),
+            reinterpret_cast<float*>(at + 2 * sums),
+            reinterpret_cast<int32_t*>(at + 2 * sums + per_segment),
+            at + 2 * sums + 2 * per_segment};
+  }
+
+  Panel PanelOfPiece(int64_t index, const Piece& piece) const {
+    Panel panel = PanelAt(index);
+    panel.segment_quads = piece.bounds.data();
+    panel.segment_group += piece.first_segment;
+    panel.segments = static_cast<int64_t>(piece.lengths.size());
+    return panel;
+  }
+
+  template <class Body>
+  void ForTiles(size_t begin, size_t end, int64_t columns, const Body& body) const {
+    for (size_t from = begin; from < end; from += kTilesAtOnce) {
+      for (int64_t column = 0; column < kPanel; column += columns) {
+        for (size_t t = from; t < std::min(end, from + kTilesAtOnce); ++t) {
+          body(plan_.tiles[t], column);
+        }
+      }
+    }
+  }
+
+  void FloatPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
+                  bool first, const Space& space) const {
+    float* floats = reinterpret_cast<float*>(space.unpacked);
+    kernels_.unpack_float[m_.format->decoding](
+        {PanelOfPiece(index, piece), floats, nullptr, nullptr, nullptr});
+    const int64_t length = (piece.bounds.back() - piece.bounds.front()) * 4;
+    const int64_t columns = kernels_.float_vectors * kLanes;
+    ForTiles(begin, end, columns, [&](const Tile& tile, int64_t column) {
+      const float* a =
+          a_.floats + tile.first_row * plan_.quads * 4 + piece.bounds.front() * 4 * tile.rows;
+      float* c = space.c + (tile.first_row - first_row) * kPanel + column;
+      kernels_.tile_float[tile.rows - 1]({a, floats + column * length, c, length, first});
+    });
+  }
+
+  void IntPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
+                const Space& space) const {
+    const int bits = m_.format->bits;
+    const Panel panel = PanelOfPiece(index, piece);
+    const bool as_it_is = kernels_.panel_is_unpacked[bits];
+    int32_t* words = as_it_is ? nullptr : reinterpret_cast<int32_t*>(space.unpacked);
+    kernels_.unpack_int[bits - 1]({panel, nullptr, words, space.scales, space.zeros});
+    const int64_t quads = piece.bounds.back() - piece.bounds.front();
+    const int32_t* b = words;
+    if (as_it_is) {
+      b = reinterpret_cast<const int32_t*>(panel.data) + piece.bounds.front() * kPanel;
+    }
+    const int64_t columns = kernels_.int_vectors * kLanes;
+    ForTiles(begin, end, columns, [&](const Tile& tile, int64_t column) {
+      const int64_t row = tile.first_row, local = (row - first_row) * kPanel + column;
+      TileInt args{};
+      args.a = a_.words + (row * plan_.quads + piece.bounds.front() * tile.rows) * plan_.words;
+      args.b = b + column * quads * plan_.words;
+      args.segment_quads = piece.lengths.data();
+      args.segment_group = panel.segment_group;
+      args.segments = panel.segments;
+      args.scales = space.scales + column;
+      args.zeros = panel.zero == nullptr ? nullptr : space.zeros + column;
+      args.sums = a_.sums + row * plan_.segments() + piece.first_segment;
+      args.sums_stride = plan_.segments();
+      args.a_scale = a_.scales + row * a_.scale_columns;
+      args.a_scale_stride = a_.scale_columns;
+      args.scale_each = plan_.scale_each;
+      args.partial = space.partial + local;
+      args.c = space.c + local;
+      args.resume = piece.resume;
+      args.unfinished = piece.unfinished;
+      args.raw = Raw();
+      kernels_.tile_int[bits - 1][tile.rows - 1](args);
+    });
+  }
+
+  void Write(int64_t index, int64_t first_row, int64_t rows, const float* sums) const {
+    const int64_t column = index * kPanel;
+    const int64_t count = std::min<int64_t>(kPanel, m_.n - column);
+    for (int64_t r = 0; r < rows; ++r, sums += kPanel) {
+      const int64_t at = (first_row + r) * m_.n + column;
+      if (Raw()) {
+        std::memcpy(static_cast<int32_t*>(m_.out) + at, sums, static_cast<size_t>(count) * 4);
+        continue;
+      }
+      float factor = m_.tensor_scale;
+      if (plan_.integers && !plan_.scale_each) {
+        factor *= a_.scales[(first_row + r) * a_.scale_columns];
+      }
+      if (m_.out_type == Element::kF32) {
+        float* out = static_cast<float*>(m_.out) + at;
+        for (int64_t i = 0; i < count; ++i) {
+          out[i] = sums[i] * factor;
+        }
+      } else {
+        uint16_t* out = static_cast<uint16_t*>(m_.out) + at;
+        for (int64_t i = 0; i < count; ++i) {
+          out[i] = ToBf16(sums[i] * factor);
+        }
+      }
+    }
+  }
+
+  const Kernels& kernels_;
+  const Matmul& m_;
+  const Plan& plan_;
+  const Activations& a_;
+};
+
+// Sums of more than 2^16 products may not fit 32 bits; whether they can is up to the activations.
+std::string CheckSums(const Plan& plan, const Matmul& m, const Activations& a) {
+  const int64_t code = m.zero != nullptr || m.format->zero == 0 ? (1 << m.format->bits) - 1
+                                                                : m.format->zero;
+  const int64_t most = std::numeric_limits<int32_t>::max();
+  if (m.k * 128 * code <= most) {
+    return "";
+  }
+  for (int64_t r = 0; r < m.rows; ++r) {
+    const int8_t* row = a.codes + r * plan.quads * 4;
+    int64_t magnitude = 0;
+    for (int64_t k = 0; k < m.k; ++k) {
+      magnitude += std::abs(static_cast<int>(row[k]));
+    }
+    if (magnitude * code > most) {
+      return "the sums of row " + std::to_string(r) + " over k=" + std::to_string(m.k) +
+             " may not fit int32; ask for float32 results";
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matmul& m) {
+  if (m.rows == 0 || m.n == 0) {
+    return "";
+  }
+  const int64_t k_blocks = (m.k + kBlock - 1) / kBlock;
+  const int64_t panel_bytes = std::max<int64_t>(k_blocks * m.format->bits * kPanel * 4, 1);
+  const int64_t all_bytes = panel_bytes * ((m.n + kPanel - 1) / kPanel);
+  Workers team = workers;
+  if (all_bytes * m.rows < kWorthSharing || !team.schedule) {
+    team.threads = 1;
+  }
+  const Plan plan = MakePlan(kernels, team.threads, m);
+  if (plan.segments() == 0) {
+    std::memset(m.out, 0, static_cast<size_t>(m.rows * m.n * (m.out_type == Element::kBf16 ? 2 : 4)));
+    return "";
+  }
+  const Activations activations = TakeActivations(plan, m);
+  const int64_t tiles = static_cast<int64_t>(plan.tiles.size());
+  Workers packers = team;
+  if (plan.stream) {
+    packers.threads = 1;
+  }
+  ParallelFor(packers, tiles,
+              [&](int64_t t) { PrepareTile(kernels, plan, m, t, activations); });
+  std::string problem = m.out_type == Element::kS32 ? CheckSums(plan, m, activations) : "";
+  if (problem.empty()) {
+    const Run run(kernels, m, plan, activations);
+    if (plan.stream) {
+      // Blocks of work large enough to be worth taking, small enough to even out.
+      const int64_t fair = std::max<int64_t>(plan.panels / (team.threads * 16), 1);
+      const int64_t step = std::max(fair, std::max<int64_t>(kBlockBytes / panel_bytes, 1));
+      ParallelFor(team, (plan.panels + step - 1) / step, [&](int64_t block) {
+        const int64_t end = std::min(plan.panels, (block + 1) * step);
+        for (int64_t p = block * step; p < end; ++p) {
+          run.StreamPanel(p);
+        }
+      });
+    } else {
+      const int64_t row_blocks = plan.row_blocks();
+      ParallelFor(team, plan.panels * row_blocks, [&](int64_t block) {
+        run.TilePanel(block / row_blocks, block % row_blocks);
+      });
+    }
+  }
+  ReleaseLargeScratch(Scratch::kCall);
+  return problem;
+}
+
+}  // namespace fewbit

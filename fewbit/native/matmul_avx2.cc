@@ -1,0 +1,10 @@
+// The kernels compiled for one instruction set; CMakeLists.txt gives this unit its flags.
+
+#include "isa_avx2.h"
+#include "matmul_table.h"
+
+namespace fewbit {
+
+const Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2");
+
+}  // namespace fewbit

@@ -1,0 +1,14 @@
+// The kernels compiled for one instruction set; CMakeLists.txt gives this unit its flags.
+
+#include "isa_avx512.h"
+#include "matmul_table.h"
+
+namespace fewbit {
+
+#if defined(FEWBIT_EMULATE_AVX512)
+const Kernels kEmulatedAvx512Kernels = MakeKernels<Avx512>("avx512_vnni (emulated)");
+#else
+const Kernels kAvx512VnniKernels = MakeKernels<Avx512>("avx512_vnni");
+#endif
+
+}  // namespace fewbit

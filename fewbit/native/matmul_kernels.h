@@ -1,0 +1,142 @@
+// The border between the portable driver and the kernels of one instruction set: plain structs and
+// a table of function pointers. Nothing inline may live here: the linker keeps one copy of an
+// inline function for all units, and it could be the one compiled for a newer CPU.
+//
+// A panel is 64 columns of a packed weight, in blocks of 32 k. A block is `bits` rows of 64
+// little-endian words, one per column; every plane of bits yields "quads", words whose four bytes
+// are four consecutive k. Vectors have 16 lanes, so a panel is four of them wide.
+
+#ifndef FEWBIT_NATIVE_MATMUL_KERNELS_H_
+#define FEWBIT_NATIVE_MATMUL_KERNELS_H_
+
+#include <cstdint>
+
+namespace fewbit {
+
+constexpr int kPanel = 64;        // columns of a panel
+constexpr int kBlock = 32;        // k of a block
+constexpr int kBlockQuads = 8;    // quads of a block
+constexpr int kLanes = 16;        // columns of a vector
+constexpr int kVectors = 4;       // vectors of a panel
+constexpr int kMaxStreamRows = 4; // most rows that a panel is streamed for
+constexpr int kMaxTileRows = 6;
+
+// How a code becomes a number: integers of 1 to 8 bits (code - zero), or a 4-bit table, or fp8.
+enum Decoding : int32_t { kInt1 = 0, kInt8 = 7, kTable4 = 8, kE4m3 = 9, kE5m2 = 10 };
+constexpr int kDecodings = 11;
+
+enum ScaleType : int32_t { kScaleF32, kScaleF16, kScaleBf16, kScaleE8m0, kScaleE4m3 };
+
+// One panel of a weight, and the segments of k over which one scale (and one exact integer sum)
+// holds. A segment lies inside one group; it is a multiple of 8 quads long, or 4 quads.
+struct Panel {
+  const uint8_t* data;    // [k/32][bits][64][4]
+  const uint8_t* scale;   // [groups][64] of scale_type
+  const uint8_t* zero;    // [groups][64], or null: every zero is `shared_zero`
+  const float* table;     // the 16 values of a 4-bit table, or null
+  const float* pairs;     // [256][2]: the values of a byte's low and high code
+  const int64_t* segment_quads;   // [segments + 1], first quad of each
+  const int64_t* segment_group;   // [segments]
+  int64_t segments;
+  int32_t shared_zero;
+  ScaleType scale_type;
+};
+
+// Integer sums: u * a is summed, and a * (u - zero) is wanted. `sums` holds the sums of a, times
+// the shared zero unless the panel has zeros of its own. All of it modulo 2^32, which is exact
+// whenever the true value fits.
+
+// Few rows: the panel is read once, decoded on the way, and multiplied with all rows.
+struct StreamFloat {
+  Panel panel;
+  const float* x;         // [rows][x_stride]
+  int64_t x_stride;
+  float* out;             // [rows][64]
+};
+
+struct StreamInt {
+  Panel panel;
+  const int32_t* a;       // [rows][a_stride], words as the instruction set wants them
+  int64_t a_stride;
+  const int32_t* sums;    // [rows][segments], see below
+  const float* a_scale;   // [rows][a_scale_stride], indexed by group if scale_each
+  int64_t a_scale_stride;
+  bool scale_each;        // the row's scales belong to the groups' sums; else applied later
+  bool raw;               // int32 sums instead of floats; only with one segment
+  void* out;              // [rows][64], float or int32
+};
+
+// Many rows: a piece of the panel is decoded into scratch once, and row tiles run over it.
+struct Unpack {
+  Panel panel;            // its segments are those of the piece, cut to it
+  float* floats;          // [strip][k][strip columns], scales applied
+  int32_t* words;         // [strip][quad][words][vectors of a strip][16], or null
+  float* scales;          // with words: [segments][64]
+  int32_t* zeros;         // with words, if the panel has zeros: [segments][64]
+};
+
+struct TileFloat {
+  const float* a;         // [k][rows]
+  const float* b;         // [k][strip columns]
+  float* c;               // [rows][64]
+  int64_t length;         // k
+  bool first;             // c holds nothing yet
+};
+
+// A piece is either whole segments or a part of one; then `partial` carries the integer sums.
+struct TileInt {
+  const int32_t* a;       // [quad][words][rows], from the piece's first quad
+  const int32_t* b;       // [quad][words][vectors of a strip][16]
+  const int64_t* segment_quads;   // [segments]: quads of each in this piece
+  const int64_t* segment_group;   // [segments]
+  int64_t segments;
+  const float* scales;    // [segments][64], at the strip's first column
+  const int32_t* zeros;   // [segments][64], or null
+  const int32_t* sums;    // [rows][sums_stride], from the first segment's
+  int64_t sums_stride;
+  const float* a_scale;   // [rows][a_scale_stride], indexed by group if scale_each
+  int64_t a_scale_stride;
+  bool scale_each;
+  int32_t* partial;       // [rows][64]
+  float* c;               // [rows][64], added to
+  bool resume;            // the segment began in an earlier piece
+  bool unfinished;        // the segment goes on in a later piece
+  bool raw;               // the integer sums themselves, in `partial`
+};
+
+struct QuantizeRow {
+  const float* x;         // [length]
+  int64_t length;
+  int64_t group;          // values that share a scale
+  bool round_to_bf16;     // every step in bfloat16
+  int8_t* codes;          // [length]
+  float* scales;          // [ceil(length / group)]; NaN where the group is not finite
+};
+
+struct Kernels {
+  const char* name;
+  int stream_rows;
+  int float_rows, float_vectors;    // a tile of the float product; a strip has that many vectors
+  int int_rows, int_vectors;
+  int words[9];                     // by bits: words per activation quad (and weight quad)
+  bool panel_is_unpacked[9];        // by bits: a panel already is what `unpack_int` would make
+  void (*quantize_row)(const QuantizeRow&);
+  void (*pack_codes)(const int8_t* codes, int64_t stride, int rows, int64_t quads, int words,
+                     int32_t* packed);
+  void (*stream_float[kDecodings][kMaxStreamRows])(const StreamFloat&);
+  void (*stream_int[8][kMaxStreamRows])(const StreamInt&);
+  void (*unpack_float[kDecodings])(const Unpack&);
+  void (*unpack_int[8])(const Unpack&);
+  void (*tile_float[kMaxTileRows])(const TileFloat&);
+  void (*tile_int[8][kMaxTileRows])(const TileInt&);
+};
+
+extern const Kernels kPortableKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels;
+extern const Kernels kAvx512VnniKernels;
+#endif
+
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_MATMUL_KERNELS_H_

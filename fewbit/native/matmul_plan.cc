@@ -1,0 +1,95 @@
+#include "matmul_plan.h"
+
+#include <algorithm>
+
+namespace fewbit {
+namespace {
+
+// The exact sum of so many products of a code up to 255 and one down to -128 fits 32 bits.
+constexpr int64_t kLongestSum = 65536 / 4;
+
+// A strip of 16 columns is then 32 KB of floats or of 16-bit numbers: a usual L1 cache.
+constexpr int64_t kFloatPiece = 512 / 4;
+constexpr int64_t kIntPiece = 1024 / 4;
+
+// Rows of a block of work; their sums (256 bytes each) should stay in the L2 cache.
+constexpr int64_t kMostRows = 1024;
+constexpr int64_t kFewestRows = 96;
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void CutSegments(const Matmul& m, Plan* plan) {
+  const int64_t length = m.group == 0 ? plan->quads : m.group / 4;
+  // The integer sums themselves are asked for: one sum, whose fit is checked with the codes.
+  const bool limited = plan->integers && m.out_type != Element::kS32;
+  const int64_t most = limited ? std::min(length, kLongestSum) : length;
+  for (int64_t g = 0; g < m.groups; ++g) {
+    const int64_t end = std::min((g + 1) * length, plan->quads);
+    for (int64_t q = g * length; q < end; q += most) {
+      plan->segment_quads.push_back(q);
+      plan->segment_group.push_back(g);
+    }
+  }
+  plan->segment_quads.push_back(m.groups == 0 ? 0 : std::min(m.groups * length, plan->quads));
+}
+
+void CutPieces(Plan* plan) {
+  const int64_t most = plan->integers ? kIntPiece : kFloatPiece;
+  const auto& starts = plan->segment_quads;
+  for (int64_t s = 0; s < plan->segments();) {
+    if (starts[s + 1] - starts[s] >= most) {  // a long segment: parts of it
+      for (int64_t q = starts[s]; q < starts[s + 1]; q += most) {
+        const int64_t end = std::min(q + most, starts[s + 1]);
+        plan->pieces.push_back({s, {q, end}, {end - q}, q > starts[s], end < starts[s + 1]});
+      }
+      ++s;
+      continue;
+    }
+    Piece piece{s, {starts[s]}, {}, false, false};
+    for (; s < plan->segments() && starts[s + 1] - piece.bounds[0] <= most; ++s) {
+      piece.bounds.push_back(starts[s + 1]);
+      piece.lengths.push_back(starts[s + 1] - starts[s]);
+    }
+    plan->pieces.push_back(piece);
+  }
+}
+
+void CutRows(const Kernels& kernels, int64_t threads, const Matmul& m, Plan* plan) {
+  const int height = plan->integers ? kernels.int_rows : kernels.float_rows;
+  const int64_t count = plan->stream ? m.rows : CeilDiv(m.rows, height);
+  for (int64_t t = 0, row = 0; t < count; ++t) {  // of equal height, give or take one row
+    const int64_t end = m.rows * (t + 1) / count;
+    plan->tiles.push_back({row, static_cast<int>(end - row)});
+    row = end;
+  }
+  int64_t blocks = CeilDiv(m.rows, kMostRows);
+  if (plan->panels < 4 * threads) {
+    const int64_t wanted = CeilDiv(4 * threads, std::max<int64_t>(plan->panels, 1));
+    blocks = std::max(blocks, std::min(wanted, CeilDiv(m.rows, kFewestRows)));
+  }
+  plan->tiles_per_block = plan->stream ? count : CeilDiv(count, std::max<int64_t>(blocks, 1));
+}
+
+}  // namespace
+
+int64_t Plan::row_blocks() const {
+  return CeilDiv(static_cast<int64_t>(tiles.size()), std::max<int64_t>(tiles_per_block, 1));
+}
+
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m) {
+  Plan plan{};
+  const bool codes = m.quantize_x || m.x_type == Element::kS8;
+  plan.integers = codes && m.format->integers();
+  plan.stream = m.rows <= kernels.stream_rows;
+  // One group: applied to the sum at once, in the order of the XLA path.
+  plan.scale_each = m.x_scale_per_group || m.groups == 1;
+  plan.words = plan.integers ? kernels.words[m.format->bits] : 4;
+  plan.quads = CeilDiv(m.k, kBlock) * kBlockQuads;
+  plan.panels = CeilDiv(m.n, kPanel);
+  CutSegments(m, &plan);
+  CutPieces(&plan);
+  CutRows(kernels, threads, m, &plan);
+  return plan;
+}
+
+}  // namespace fewbit

@@ -1,0 +1,47 @@
+// How one product is cut: segments of k that share a scale, pieces of k that fit the caches, tiles
+// of rows, blocks of work.
+
+#ifndef FEWBIT_NATIVE_MATMUL_PLAN_H_
+#define FEWBIT_NATIVE_MATMUL_PLAN_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "matmul.h"
+
+namespace fewbit {
+
+// Part of k that is unpacked at once: whole segments, or a part of one.
+struct Piece {
+  int64_t first_segment;
+  std::vector<int64_t> bounds;   // quads where its segments begin, and its end
+  std::vector<int64_t> lengths;  // their lengths, in quads
+  bool resume, unfinished;       // its only segment began before, goes on after
+};
+
+struct Tile {
+  int64_t first_row;
+  int rows;
+};
+
+struct Plan {
+  bool integers;           // exact sums of codes; else floats
+  bool stream;             // few rows: no unpacking
+  bool scale_each;         // activation scales belong to the groups' sums
+  int words;               // int32 words of an activation quad; floats: 4
+  int64_t quads, panels;
+  std::vector<int64_t> segment_quads;   // [segments + 1]
+  std::vector<int64_t> segment_group;   // [segments]
+  std::vector<Piece> pieces;
+  std::vector<Tile> tiles;
+  int64_t tiles_per_block;
+
+  int64_t segments() const { return static_cast<int64_t>(segment_group.size()); }
+  int64_t row_blocks() const;
+};
+
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul);
+
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_MATMUL_PLAN_H_

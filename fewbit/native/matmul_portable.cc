@@ -1,0 +1,10 @@
+// The kernels compiled for one instruction set; CMakeLists.txt gives this unit its flags.
+
+#include "isa_portable.h"
+#include "matmul_table.h"
+
+namespace fewbit {
+
+const Kernels kPortableKernels = MakeKernels<Portable>("portable");
+
+}  // namespace fewbit

@@ -1,0 +1,362 @@
+// The kernels, written once over an instruction set `T` (isa_*.h) and compiled in one unit per set.
+// Everything has internal linkage and uses plain pointers; see matmul_kernels.h for why.
+
+#ifndef FEWBIT_NATIVE_MATMUL_BODY_H_
+#define FEWBIT_NATIVE_MATMUL_BODY_H_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "matmul_kernels.h"
+
+#define FEWBIT_INLINE inline __attribute__((always_inline))
+#define FEWBIT_UNROLL _Pragma("GCC unroll 64")
+
+namespace fewbit {
+namespace {
+
+// While a group is summed its sums sit in registers; longer groups are cut so that a piece of the
+// panel stays in the L1 cache when more rows than registers allow read it in several passes.
+constexpr int64_t kStreamQuads = 64;
+
+constexpr int BitsOf(int decoding) {
+  return decoding == kTable4 ? 4 : decoding > kTable4 ? 8 : decoding + 1;
+}
+
+template <class T>
+FEWBIT_INLINE typename T::I Plane(const uint8_t* words, int row, int shift, int32_t mask) {
+  return T::And(T::ShiftRight(T::LoadI(words + row * kPanel * 4), shift), T::SetI(mask));
+}
+
+// Quad q of a block, whose words for these 16 columns start at `words`: planes of 4, 2 and 1 bits,
+// the largest one holding the lowest bits.
+template <class T, int kBits>
+FEWBIT_INLINE typename T::I Quad(const uint8_t* words, int q) {
+  if constexpr (kBits == 8) {
+    return T::LoadI(words + q * kPanel * 4);
+  } else if constexpr (kBits == 1) {
+    // A sign: 0 or 2, so that a zero point of 1 gives -1 or 1.
+    const typename T::I word = T::LoadI(words);
+    return T::And(q == 0 ? T::ShiftLeft(word, 1) : T::ShiftRight(word, q - 1),
+                  T::SetI(0x02020202));
+  } else {
+    constexpr int kFour = kBits & 4, kTwo = kBits & 2, kOne = kBits & 1;
+    typename T::I code = T::SetI(0);
+    if constexpr (kFour != 0) {
+      code = Plane<T>(words, q / 2, q % 2 * 4, 0x0f0f0f0f);
+    }
+    if constexpr (kTwo != 0) {
+      typename T::I two = Plane<T>(words, kFour + q / 4, q % 4 * 2, 0x03030303);
+      code = kFour ? T::Or(code, T::ShiftLeft(two, kFour)) : two;
+    }
+    if constexpr (kOne != 0) {
+      typename T::I one = Plane<T>(words, kFour + kTwo, q, 0x01010101);
+      code = kFour + kTwo ? T::Or(code, T::ShiftLeft(one, kFour + kTwo)) : one;
+    }
+    return code;
+  }
+}
+
+// What a decoding needs besides the code: 2^23 + zero point, for 16 columns of one group, or a
+// table for all.
+template <class T, int kDecoding>
+using Meaning = std::conditional_t<kDecoding == kTable4, typename T::Table, typename T::F>;
+
+template <class T, int kDecoding>
+FEWBIT_INLINE Meaning<T, kDecoding> MeaningOf(const Panel& panel, int64_t group, int vector) {
+  constexpr float kMagic = 8388608.0f;
+  if constexpr (kDecoding == kTable4) {
+    return T::LoadTable(panel.table);
+  } else if constexpr (kDecoding > kInt8) {
+    return T::SetF(0.0f);
+  } else if (panel.zero == nullptr) {
+    return T::SetF(kMagic + static_cast<float>(panel.shared_zero));
+  } else {
+    const uint8_t* zero = panel.zero + group * kPanel + vector * kLanes;
+    return T::AddF(T::ToFloat(T::LoadBytes(zero)), T::SetF(kMagic));
+  }
+}
+
+// The numbers (without scale) of byte i of each lane.
+template <class T, int kDecoding>
+FEWBIT_INLINE typename T::F Value(typename T::I quad, int i, const Meaning<T, kDecoding>& meaning) {
+  if constexpr (kDecoding <= kInt8) {
+    // A byte below the exponent of 2^23 is the float 2^23 + byte, and the difference is exact.
+    return T::SubF(T::ByteOverMagic(quad, i), meaning);
+  } else if constexpr (kDecoding == kTable4) {
+    return T::LookUp(meaning, T::ShiftRight(quad, 8 * i));
+  } else {
+    // The byte's sign, exponent and mantissa moved to where a float has them: a float whose
+    // exponent bias is off by a constant, subnormal numbers included.
+    constexpr int kShift = kDecoding == kE4m3 ? 4 : 3;
+    constexpr uint32_t kMask = kDecoding == kE4m3 ? 0x87f00000u : 0x8fe00000u;
+    constexpr float kBias = kDecoding == kE4m3 ? 0x1p120f : 0x1p112f;
+    typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
+    bits = T::And(bits, T::SetI(static_cast<int32_t>(kMask)));
+    return T::MulF(T::AsFloat(bits), T::SetF(kBias));
+  }
+}
+
+// All bits where the code is the largest of its width (the NaN of scale formats), else none.
+template <class T>
+FEWBIT_INLINE typename T::I AllOnesFrom(typename T::I code, int width) {
+  return T::SubI(T::SetI(0), T::ShiftRight(T::AddI(code, T::SetI(1)), width));
+}
+
+// Not inlined: it would be repeated in every kernel, and runs once per group.
+template <class T>
+__attribute__((noinline)) typename T::F Scale(const Panel& panel, int64_t group, int vector) {
+  const int64_t at = group * kPanel + vector * kLanes;
+  switch (panel.scale_type) {
+    case kScaleF32:
+      return T::LoadF(panel.scale + at * 4);
+    case kScaleF16:
+      return T::LoadHalf(panel.scale + at * 2);
+    case kScaleBf16:
+      return T::AsFloat(T::ShiftLeft(T::LoadShorts(panel.scale + at * 2), 16));
+    case kScaleE8m0: {
+      // Code 0 is 2^-127, which a float has only as a subnormal number; 255 is NaN.
+      const typename T::I code = T::LoadBytes(panel.scale + at);
+      const typename T::I bits = T::MaxI(T::ShiftLeft(code, 23), T::SetI(0x00400000));
+      return T::AsFloat(T::Or(bits, AllOnesFrom<T>(code, 8)));
+    }
+    case kScaleE4m3: {
+      const typename T::I code = T::LoadBytes(panel.scale + at);
+      const typename T::F value = Value<T, kE4m3>(code, 0, T::SetF(0.0f));
+      const typename T::I nan = AllOnesFrom<T>(T::And(code, T::SetI(0x7f)), 7);
+      return T::AsFloat(T::Or(T::AsInt(value), nan));
+    }
+  }
+  return T::SetF(1.0f);
+}
+
+// Four quads, the half block that starts at quad kFirst, of `kN` vectors from the first, for kRows.
+template <class T, int kDecoding, int kRows, int kN, int kFirst>
+FEWBIT_INLINE void FloatUnit(const uint8_t* block, const float* x, int64_t x_stride,
+                             const Meaning<T, kDecoding>* meaning, typename T::F (*sum)[kN]) {
+  FEWBIT_UNROLL
+  for (int q = kFirst; q < kFirst + 4; ++q) {
+    FEWBIT_UNROLL
+    for (int j = 0; j < kN; ++j) {
+      const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * kLanes * 4, q);
+      FEWBIT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const typename T::F w = Value<T, kDecoding>(quad, i, meaning[kDecoding == kTable4 ? 0 : j]);
+        FEWBIT_UNROLL
+        for (int m = 0; m < kRows; ++m) {
+          sum[m][j] = T::Fma(T::SetF(x[m * x_stride + (q - kFirst) * 4 + i]), w, sum[m][j]);
+        }
+      }
+    }
+  }
+}
+
+// Vectors that are summed side by side, so that the sums' latencies overlap.
+template <class T>
+constexpr int SideBySide(int rows) {
+  return rows == 1 ? T::kStreamVectors : rows == 2 ? (T::kStreamVectors + 1) / 2 : 1;
+}
+
+// One row times a 4-bit table, where the instruction set has its own way to look up many values.
+template <class T>
+void StreamTable(const StreamFloat& s) {
+  constexpr int64_t kWordBytes = kPanel * 4;  // of a row of words: two quads
+  const Panel& panel = s.panel;
+  for (int v = 0; v < kVectors; ++v) {
+    T::StoreF(s.out + v * kLanes, T::SetF(0.0f));
+  }
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
+    for (int64_t from = begin; from < end; from += kStreamQuads) {
+      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
+      for (int v = 0; v < kVectors; ++v) {
+        const typename T::WideTable table(panel);
+        typename T::TableSums sums;
+        for (int64_t q = from; q < to; q += 2) {
+          const uint8_t* words = panel.data + q / 2 * kWordBytes + v * kLanes * 4;
+          sums.Add(table, words, s.x + q * 4);
+        }
+        float* out = s.out + v * kLanes;
+        const typename T::F scale = Scale<T>(panel, panel.segment_group[segment], v);
+        T::StoreF(out, T::Fma(sums.Total(), scale, T::LoadF(out)));
+      }
+    }
+  }
+}
+
+template <class T, int kDecoding, int kRows>
+void StreamFloatRows(const StreamFloat& s) {
+  if constexpr (T::kOwnTable && kDecoding == kTable4 && kRows == 1) {
+    StreamTable<T>(s);
+    return;
+  }
+  constexpr int kN = SideBySide<T>(kRows);
+  constexpr int64_t kBlockBytes = BitsOf(kDecoding) * kPanel * 4;
+  const Panel& panel = s.panel;
+  for (int v = 0; v < kVectors * kRows; ++v) {
+    T::StoreF(s.out + v * kLanes, T::SetF(0.0f));
+  }
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
+    const int64_t group = panel.segment_group[segment];
+    for (int64_t from = begin; from < end; from += kStreamQuads) {
+      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
+      for (int v = 0; v < kVectors; v += kN) {
+        Meaning<T, kDecoding> meaning[kN];
+        typename T::F sum[kRows][kN];
+        FEWBIT_UNROLL
+        for (int j = 0; j < kN; ++j) {
+          meaning[j] = MeaningOf<T, kDecoding>(panel, group, v + j);
+          FEWBIT_UNROLL
+          for (int m = 0; m < kRows; ++m) {
+            sum[m][j] = T::SetF(0.0f);
+          }
+        }
+        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        const float* x = s.x + from * 4;
+        for (int64_t q = from; q < to;) {
+          if (q % kBlockQuads == 0) {
+            FloatUnit<T, kDecoding, kRows, kN, 0>(block, x, s.x_stride, meaning, sum);
+            q += 4, x += 16;
+          }
+          if (q < to) {  // a group of 16 may end in the middle of a block
+            FloatUnit<T, kDecoding, kRows, kN, 4>(block, x, s.x_stride, meaning, sum);
+            q += 4, x += 16, block += kBlockBytes;
+          }
+        }
+        FEWBIT_UNROLL
+        for (int j = 0; j < kN; ++j) {
+          const typename T::F scale = Scale<T>(panel, group, v + j);
+          FEWBIT_UNROLL
+          for (int m = 0; m < kRows; ++m) {
+            float* out = s.out + m * kPanel + (v + j) * kLanes;
+            T::StoreF(out, T::Fma(sum[m][j], scale, T::LoadF(out)));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds the products of one or more quads to 32-bit sums. Narrow codes are first summed in 16 bits
+// where the instruction set has that, as many quads as cannot overflow.
+template <class T, int kBits, int kCount>
+FEWBIT_INLINE typename T::I DotQuads(typename T::I sum, const typename T::I* quads,
+                                     const int32_t* a) {
+  constexpr int kSpan = T::Span(kBits);
+  if constexpr (kSpan == 0) {
+    FEWBIT_UNROLL
+    for (int q = 0; q < kCount; ++q) {
+      sum = T::template Dot<kBits>(sum, quads[q], a + q * T::Words(kBits));
+    }
+  } else {
+    constexpr int kStep = kSpan < kCount ? kSpan : kCount;
+    FEWBIT_UNROLL
+    for (int q = 0; q < kCount; q += kStep) {
+      typename T::I narrow = T::DotNarrow(quads[q], a[q]);
+      FEWBIT_UNROLL
+      for (int r = q + 1; r < q + kStep; ++r) {
+        narrow = T::AddShorts(narrow, T::DotNarrow(quads[r], a[r]));
+      }
+      sum = T::AddWidened(sum, narrow);
+    }
+  }
+  return sum;
+}
+
+template <class T, int kBits, int kRows, int kN, int kFirst>
+FEWBIT_INLINE void IntUnit(const uint8_t* block, const int32_t* a, int64_t a_stride,
+                           typename T::I (*sum)[kN]) {
+  FEWBIT_UNROLL
+  for (int j = 0; j < kN; ++j) {
+    typename T::I quads[4];
+    FEWBIT_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      quads[q] = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+    }
+    FEWBIT_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      sum[m][j] = DotQuads<T, kBits, 4>(sum[m][j], quads, a + m * a_stride);
+    }
+  }
+}
+
+template <class T, int kBits, int kRows>
+void StreamIntRows(const StreamInt& s) {
+  constexpr int kN = SideBySide<T>(kRows);
+  constexpr int kWords = T::Words(kBits);
+  constexpr int64_t kBlockBytes = kBits * kPanel * 4;
+  const Panel& panel = s.panel;
+  alignas(64) int32_t carried[kRows][kPanel];
+  for (int v = 0; v < kVectors * kRows; ++v) {
+    T::StoreI(static_cast<int32_t*>(s.out) + v * kLanes, T::SetI(0));
+  }
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
+    const int64_t group = panel.segment_group[segment];
+    for (int64_t from = begin; from < end; from += kStreamQuads) {
+      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
+      for (int v = 0; v < kVectors; v += kN) {
+        typename T::I sum[kRows][kN];
+        FEWBIT_UNROLL
+        for (int m = 0; m < kRows; ++m) {
+          FEWBIT_UNROLL
+          for (int j = 0; j < kN; ++j) {
+            sum[m][j] = from == begin ? T::SetI(0) : T::LoadI(carried[m] + (v + j) * kLanes);
+          }
+        }
+        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        const int32_t* a = s.a + from * kWords;
+        for (int64_t q = from; q < to;) {
+          if (q % kBlockQuads == 0) {
+            IntUnit<T, kBits, kRows, kN, 0>(block, a, s.a_stride, sum);
+            q += 4, a += 4 * kWords;
+          }
+          if (q < to) {
+            IntUnit<T, kBits, kRows, kN, 4>(block, a, s.a_stride, sum);
+            q += 4, a += 4 * kWords, block += kBlockBytes;
+          }
+        }
+        if (to < end) {
+          FEWBIT_UNROLL
+          for (int m = 0; m < kRows; ++m) {
+            FEWBIT_UNROLL
+            for (int j = 0; j < kN; ++j) {
+              T::StoreI(carried[m] + (v + j) * kLanes, sum[m][j]);
+            }
+          }
+          continue;
+        }
+        FEWBIT_UNROLL
+        for (int j = 0; j < kN; ++j) {
+          const int column = (v + j) * kLanes;
+          const typename T::F scale = Scale<T>(panel, group, v + j);
+          FEWBIT_UNROLL
+          for (int m = 0; m < kRows; ++m) {
+            typename T::I zeros = T::SetI(s.sums[m * panel.segments + segment]);
+            if (panel.zero != nullptr) {
+              zeros = T::MulI(zeros, T::LoadBytes(panel.zero + group * kPanel + column));
+            }
+            const typename T::I exact = T::SubI(sum[m][j], zeros);
+            if (s.raw) {
+              T::StoreI(static_cast<int32_t*>(s.out) + m * kPanel + column, exact);
+              continue;
+            }
+            typename T::F part = T::ToFloat(exact);
+            if (s.scale_each) {
+              part = T::MulF(part, T::SetF(s.a_scale[m * s.a_scale_stride + group]));
+            }
+            float* out = static_cast<float*>(s.out) + m * kPanel + column;
+            T::StoreF(out, T::Fma(part, scale, T::LoadF(out)));
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_MATMUL_BODY_H_

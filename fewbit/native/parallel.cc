@@ -1,0 +1,119 @@
+#include "parallel.h"
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace fewbit {
+namespace {
+
+constexpr size_t kKeptScratch = size_t{32} << 20;
+constexpr size_t kLine = 64;
+
+class SubnormalsKept {
+ public:
+#if defined(__x86_64__)
+  SubnormalsKept() : before_(_mm_getcsr()) { _mm_setcsr(before_ & ~kFlushAndZero); }
+  ~SubnormalsKept() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned kFlushAndZero = 0x8040;
+  unsigned before_;
+#else
+  SubnormalsKept() {}
+#endif
+};
+
+// Lives on the heap as long as a helper may still look at it. `body` belongs to the caller, who
+// stays until every block that was taken is done; a helper that comes later takes none.
+struct Job {
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+  int64_t count = 0;
+  const std::function<void(int64_t)>* body = nullptr;
+
+  void Work() {
+    SubnormalsKept kept;
+    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
+      (*body)(i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+struct Buffer {
+  void* memory = nullptr;
+  size_t bytes = 0;
+
+  ~Buffer() { std::free(memory); }
+  void Resize(size_t wanted) {
+    std::free(memory);
+    bytes = (wanted + kLine - 1) / kLine * kLine;
+    memory = bytes == 0 ? nullptr : std::aligned_alloc(kLine, bytes);
+    if (bytes != 0 && memory == nullptr) {
+      bytes = 0;
+      throw std::bad_alloc();
+    }
+  }
+};
+
+Buffer& BufferOf(Scratch slot) {
+  static thread_local Buffer call, block;
+  return slot == Scratch::kCall ? call : block;
+}
+
+}  // namespace
+
+void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body) {
+  const auto job = std::make_shared<Job>();
+  job->count = count;
+  job->body = &body;
+  const int64_t helpers = (workers.threads < count ? workers.threads : count) - 1;
+  for (int64_t i = 0; i < helpers; ++i) {
+    workers.schedule([job] { job->Work(); });
+  }
+  job->Work();
+  for (int spins = 0; job->done.load(std::memory_order_acquire) < count; ++spins) {
+    if (spins > 400) {
+      std::this_thread::yield();
+    } else {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    }
+  }
+}
+
+int64_t UsableCpus() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) {
+    return CPU_COUNT(&set);
+  }
+  const unsigned all = std::thread::hardware_concurrency();
+  return all == 0 ? 1 : all;
+}
+
+void* ScratchBytes(Scratch slot, size_t bytes) {
+  Buffer& buffer = BufferOf(slot);
+  if (buffer.bytes < bytes) {
+    buffer.Resize(bytes);
+  }
+  return buffer.memory;
+}
+
+void ReleaseLargeScratch(Scratch slot) {
+  Buffer& buffer = BufferOf(slot);
+  if (buffer.bytes > kKeptScratch) {
+    buffer.Resize(0);
+  }
+}
+
+}  // namespace fewbit

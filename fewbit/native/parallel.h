@@ -1,0 +1,33 @@
+// Work shared with XLA's threads, in a way that cannot wait for a task which nobody runs.
+
+#ifndef FEWBIT_NATIVE_PARALLEL_H_
+#define FEWBIT_NATIVE_PARALLEL_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace fewbit {
+
+// Threads to work with, and how to hand a task to another one.
+struct Workers {
+  int64_t threads = 1;
+  std::function<void(std::function<void()>)> schedule;
+};
+
+// Runs body(0) ... body(count - 1), each once, on the calling thread and on helpers. Within body,
+// subnormal numbers are kept, which XLA's threads otherwise flush to zero.
+void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body);
+
+// CPUs that this process may run on. XLA's pool can have more threads (one per host device).
+int64_t UsableCpus();
+
+// Memory of the calling thread, aligned to cache lines, kept for the next call unless it is large.
+// The two slots are for what a whole call needs and for what a block of work needs.
+enum class Scratch { kCall, kBlock };
+void* ScratchBytes(Scratch slot, size_t bytes);
+void ReleaseLargeScratch(Scratch slot);
+
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_PARALLEL_H_

@@ -1,0 +1,263 @@
+// Every instruction set's kernels against naive loops. Prints what ran; fails by its exit code.
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "isa.h"
+#include "matmul.h"
+
+namespace fewbit {
+
+#if defined(FEWBIT_EMULATE_AVX512)
+extern const Kernels kEmulatedAvx512Kernels;
+#endif
+
+namespace {
+
+std::mt19937 engine(1);
+int Random(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Helpers are threads of their own here, all joined before the test looks at a result.
+struct Team {
+  std::vector<std::thread> threads;
+  Workers workers;
+  explicit Team(int count) {
+    workers.threads = count;
+    workers.schedule = [this](std::function<void()> task) { threads.emplace_back(std::move(task)); };
+  }
+  ~Team() {
+    for (std::thread& thread : threads) {
+      thread.join();
+    }
+  }
+};
+
+double ValueOf(const Format& format, int code) {
+  if (std::strcmp(format.name, "int1") == 0) {
+    return code;  // the zero point 1 is taken off with the others
+  }
+  if (format.integers()) {
+    return code;
+  }
+  if (format.table != nullptr) {
+    return format.table[code];
+  }
+  const int mantissa_bits = format.decoding == kE4m3 ? 3 : 2;
+  const int bias = format.decoding == kE4m3 ? 7 : 15;
+  const int mantissa = code & ((1 << mantissa_bits) - 1);
+  const int exponent = (code & 0x7f) >> mantissa_bits;
+  const double size = exponent == 0
+                          ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
+                          : std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
+  return code & 0x80 ? -size : size;
+}
+
+struct Case {
+  const Format* format;
+  int64_t rows, k, n, group, groups;
+  std::vector<int> codes, zeros;       // [k][n], [groups][n]
+  std::vector<float> scales;           // [groups][n]
+  std::vector<uint8_t> data, zero;
+  std::vector<uint16_t> half_scales;
+  std::vector<float> x;
+  std::vector<int8_t> x_codes;
+  std::vector<float> x_scales;         // [rows][groups]
+
+  Case(const Format* format, int64_t rows, int64_t k, int64_t n, int64_t group, bool own_zeros)
+      : format(format), rows(rows), k(k), n(n), group(group),
+        groups(group == 0 ? 1 : CeilDiv(k, group)) {
+    const int bits = format->bits;
+    const int64_t panels = CeilDiv(n, kPanel), blocks = CeilDiv(k, kBlock);
+    data.assign(static_cast<size_t>(panels * blocks * bits * kPanel * 4), 0);
+    half_scales.assign(static_cast<size_t>(panels * groups * kPanel), 0x3c00);
+    zero.assign(own_zeros ? half_scales.size() : 0, 0);
+    const int most = format->integers() || format->table != nullptr ? (1 << bits) - 1 : 0x77;
+    for (int64_t i = 0; i < k; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        const int code = Random(0, most);
+        Put(i, j, code);
+        codes.push_back(bits == 1 ? 2 * code : code);
+      }
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t j = 0; j < n; ++j) {
+        const int exponent = Random(-3, 3), mantissa = Random(0, 1023);
+        const size_t at = static_cast<size_t>((j / kPanel * groups + g) * kPanel + j % kPanel);
+        half_scales[at] = static_cast<uint16_t>((exponent + 15) << 10 | mantissa);
+        scales.push_back(std::ldexp(1.0f + static_cast<float>(mantissa) / 1024.0f, exponent));
+        zeros.push_back(own_zeros ? Random(0, most) : format->zero);
+        if (own_zeros) {
+          zero[at] = static_cast<uint8_t>(zeros.back());
+        }
+      }
+    }
+    for (int64_t i = 0; i < rows * k; ++i) {
+      x.push_back(static_cast<float>(Random(-1000, 1000)) / 333.0f);
+      x_codes.push_back(static_cast<int8_t>(Random(-128, 127)));
+    }
+    for (int64_t i = 0; i < rows * groups; ++i) {
+      x_scales.push_back(static_cast<float>(Random(1, 100)) / 64.0f);
+    }
+  }
+
+  void Put(int64_t i, int64_t j, int code) {
+    const int64_t blocks = CeilDiv(k, kBlock), inside = i % kBlock, byte = inside % 4;
+    uint8_t* block = data.data() + ((j / kPanel) * blocks + i / kBlock) * format->bits * kPanel * 4 +
+                     j % kPanel * 4 + byte;
+    if (format->bits == 8) {
+      block[inside / 4 * kPanel * 4] = static_cast<uint8_t>(code);
+      return;
+    }
+    int row = 0, low = 0;
+    for (int plane = 4; plane > 0; plane /= 2) {
+      if (format->bits & plane) {
+        const int64_t per_word = 8 / plane, quad = inside / 4;
+        const int piece = code >> low & ((1 << plane) - 1);
+        uint8_t* at = block + (row + quad / per_word) * kPanel * 4;
+        *at = static_cast<uint8_t>(*at | piece << (quad % per_word * plane));
+        row += plane;
+        low += plane;
+      }
+    }
+  }
+
+  Matmul Problem(void* out, Element out_type) const {
+    Matmul m{};
+    m.format = format;
+    m.rows = rows;
+    m.k = k;
+    m.n = n;
+    m.x = x.data();
+    m.x_type = Element::kF32;
+    m.data = data.data();
+    m.scale = reinterpret_cast<const uint8_t*>(half_scales.data());
+    m.scale_type = kScaleF16;
+    m.zero = zero.empty() ? nullptr : zero.data();
+    m.group = group;
+    m.groups = groups;
+    m.tensor_scale = 1.0f;
+    m.out = out;
+    m.out_type = out_type;
+    return m;
+  }
+};
+
+bool Check(const Kernels& kernels, const Workers& workers, const Case& c, bool codes, bool raw) {
+  std::vector<float> result(static_cast<size_t>(c.rows * c.n), -1.0f);
+  Matmul m = c.Problem(result.data(), raw ? Element::kS32 : Element::kF32);
+  if (codes) {
+    m.x = c.x_codes.data();
+    m.x_type = Element::kS8;
+    m.x_scale = raw ? nullptr : c.x_scales.data();
+    m.x_scale_rows = c.rows;
+    m.x_scale_per_group = !raw;
+  }
+  const std::string problem = RunMatmul(kernels, workers, m);
+  if (!problem.empty()) {
+    std::printf("%s\n", problem.c_str());
+    return false;
+  }
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t j = 0; j < c.n; ++j) {
+      double want = 0, size = 0;
+      for (int64_t i = 0; i < c.k; ++i) {
+        const int64_t g = c.group == 0 ? 0 : i / c.group;
+        const size_t at = static_cast<size_t>(g * c.n + j);
+        double w = ValueOf(*c.format, c.codes[static_cast<size_t>(i * c.n + j)]);
+        w -= c.format->integers() ? c.zeros[at] : 0;
+        double a = c.x[static_cast<size_t>(r * c.k + i)];
+        if (codes) {
+          a = c.x_codes[static_cast<size_t>(r * c.k + i)];
+          a *= raw ? 1.0 : c.x_scales[static_cast<size_t>(r * c.groups + g)];
+        }
+        const double product = a * w * (raw ? 1.0 : c.scales[at]);
+        want += product;
+        size += std::fabs(product);
+      }
+      const size_t at = static_cast<size_t>(r * c.n + j);
+      double got = result[at];
+      if (raw) {
+        int32_t sum;
+        std::memcpy(&sum, &result[at], sizeof sum);
+        got = sum;
+      }
+      if (!(std::fabs(got - want) <= (raw ? 0.0 : 2e-6 * size))) {
+        std::printf("%s %s rows=%ld k=%ld n=%ld group=%ld %s: [%ld,%ld] is %.9g, not %.9g\n",
+                    kernels.name, c.format->name, static_cast<long>(c.rows),
+                    static_cast<long>(c.k), static_cast<long>(c.n), static_cast<long>(c.group),
+                    raw ? "raw" : codes ? "codes" : "float", static_cast<long>(r),
+                    static_cast<long>(j), got, want);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+int64_t CheckAll(const Kernels& kernels, bool* good) {
+  const char* names[] = {"int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4",
+                         "uint8", "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"};
+  struct {
+    int64_t rows, k, n, group;
+  } shapes[] = {{1, 37, 1, 0},   {2, 96, 65, 32},   {3, 100, 64, 16}, {4, 70, 3, 16},
+                {5, 600, 66, 0}, {6, 1100, 5, 128}, {13, 33, 70, 16}, {7, 64, 130, 64},
+                {1, 530, 20, 16}, {11, 1500, 9, 0}};
+  int64_t count = 0;
+  for (const char* name : names) {
+    const Format* format = FindFormat(name, std::strlen(name));
+    for (const auto& s : shapes) {
+      for (int zeros = 0; zeros < (format->integers() && format->bits > 1 ? 2 : 1); ++zeros) {
+        const Case c(format, s.rows, s.k, s.n, s.group, zeros != 0);
+        for (int threads = 1; threads <= 3; threads += 2) {
+          Team team(threads);
+          *good = Check(kernels, team.workers, c, false, false) && *good;
+          *good = Check(kernels, team.workers, c, true, false) && *good;
+          count += 2;
+          if (format->integers() && c.groups == 1) {
+            *good = Check(kernels, team.workers, c, true, true) && *good;
+            ++count;
+          }
+        }
+      }
+    }
+  }
+  return count;
+}
+
+}  // namespace
+}  // namespace fewbit
+
+int main() {
+  std::vector<const fewbit::Kernels*> sets = {&fewbit::kPortableKernels};
+  const fewbit::Kernels* best = fewbit::ChosenIsa().kernels;
+  if (best != sets[0]) {
+    sets.push_back(best);
+  }
+#if defined(__x86_64__)
+  if (best != &fewbit::kAvx2Kernels && __builtin_cpu_supports("avx2")) {
+    sets.push_back(&fewbit::kAvx2Kernels);
+  }
+#endif
+#if defined(FEWBIT_EMULATE_AVX512)
+  sets.push_back(&fewbit::kEmulatedAvx512Kernels);
+#else
+  std::printf("not tested: avx512_vnni emulated (SIMDe is not installed; Debian: libsimde-dev)\n");
+#endif
+  bool good = true;
+  for (const fewbit::Kernels* kernels : sets) {
+    bool each = true;
+    const int64_t count = fewbit::CheckAll(*kernels, &each);
+    std::printf("%-22s %ld products, %s\n", kernels->name, static_cast<long>(count),
+                each ? "all right" : "WRONG");
+    good = good && each;
+  }
+  return good ? EXIT_SUCCESS : EXIT_FAILURE;
+}
