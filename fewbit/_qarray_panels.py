@@ -233,6 +233,18 @@ def to_panels(q: QArray, roles: str) -> PanelArray:
     return pack(q, roles) if isinstance(q.data, jax.Array) else jax.eval_shape(_pack, q, _R(roles))
 
 
+def repack(q: QArray, like: PanelArray) -> PanelArray:
+    """A plain array in the panels of another one of its shape and type.
+
+    >>> q = QArray(jnp.ones((64, 32), jnp.int8), jnp.ones((1, 32)))
+    >>> repack(q, to_panels(q, 'kn')).layout
+    'panels'
+    """
+    if like.panels.axes != whole_axes(like.panels.dims) or like.layer is not None:
+        raise ValueError(f"{like!r} is a view of its panels; pack the array it was made from.")
+    return to_panels(jax.tree.map(jnp.asarray, q), "l" * len(like.lead) + like.panels.roles)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _R:

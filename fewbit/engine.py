@@ -229,6 +229,7 @@ class Runner:
         interpreter = Interpreter(
             SiteRunner(self.provider, decisions, report, static),
             lambda ts: decisions[ts.site.id].rule is not None,
+            shortcuts=any(d.rule is not None for d in decisions.values()),
             static=static,
         )
         return interpreter.run(program.root, values), interpreter.dequantized

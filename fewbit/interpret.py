@@ -15,6 +15,7 @@ import jax
 from fewbit import jaxprs
 from fewbit.jaxprs import Eqn
 from fewbit.moves import CannotMove
+from fewbit.ops.argmax import argmax
 from fewbit.rebuild import REBUILD
 from fewbit.static_run import StaticScales
 from fewbit.trace import Node, TracedSite
@@ -35,6 +36,7 @@ class Interpreter:
 
     at_site: SiteHandler
     replaces: Callable[[TracedSite], bool]
+    shortcuts: bool = False  # also run what is exact and faster: a long argmax in two levels
     rebuild_all: bool = False  # for tests: hold every rebuilt primitive against the original
     dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
     static: StaticScales = field(default_factory=StaticScales)
@@ -62,12 +64,15 @@ class Interpreter:
             return REBUILD[eqn.primitive.name](self, eqn, ins, children)
         if weights:
             return self.move(eqn, ins)
+        if self.shortcuts and jaxprs.is_long_argmax(eqn):
+            return [argmax(ins[0], *jaxprs.argmax_params(eqn))]
         return jaxprs.bind(eqn, ins)
 
     def is_active(self, node: Node) -> bool:
-        """Whether a Site to replace stands in this body or below; asked once per body."""
+        """Whether something to replace stands in this body or below; asked once per body."""
         if node not in self._active:
-            self._active[node] = any(map(self.replaces, node.walk_sites()))
+            short = self.shortcuts and any(map(jaxprs.is_long_argmax, node.walk_equations()))
+            self._active[node] = short or any(map(self.replaces, node.walk_sites()))
         return self._active[node]
 
     def site(self, site: TracedSite, ins: Sequence[Any]) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import core as jex
 
+from fewbit.ops.argmax import LONG
+
 Eqn = Any  # jax.extend.core.JaxprEqn; spelled Any because its attributes are not typed
 Jaxpr = Any
 
@@ -103,6 +105,21 @@ def while_params(eqn: Eqn) -> WhileParams:
     """The params of a `while` equation."""
     p = eqn.params
     return WhileParams(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def is_long_argmax(eqn: Eqn) -> bool:
+    """Whether an equation is an argmax over an axis as long as a vocabulary."""
+    if eqn.primitive.name != "argmax":
+        return False
+    (axis,) = eqn.params["axes"]
+    length = eqn.invars[0].aval.shape[axis]
+    return isinstance(length, int) and length >= LONG
+
+
+def argmax_params(eqn: Eqn) -> tuple[int, Any]:
+    """Axis and index type of an `argmax` equation."""
+    (axis,) = eqn.params["axes"]
+    return axis, eqn.params["index_dtype"]
 
 
 def shard_map_params(eqn: Eqn) -> ShardMapParams:

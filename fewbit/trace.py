@@ -44,6 +44,13 @@ class Node:
     children: dict[int, tuple["Node", ...]] = field(default_factory=dict)
     per_layer: bool = False  # the body of a scan over stacked parameters, not over time
 
+    def walk_equations(self):
+        """All equations here and below."""
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            yield eqn
+            for child in self.children.get(i, ()):
+                yield from child.walk_equations()
+
     def walk_sites(self):
         """All Sites below, in program order."""
         for i in range(len(self.jaxpr.eqns)):

@@ -254,3 +254,20 @@ def test_a_first_model_registers_for_every_front_end():
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_panels_are_written_plain_and_packed_again_when_read():
+    def f(params, x):
+        return x @ params["w"]
+
+    params, x = {"w": jax.random.normal(jax.random.key(0), (128, 64))}, jnp.ones((2, 128))
+    plan = fewbit.plan(f, rules_of("int4"), params, x)
+    packed = fewbit.quantize_params(params, plan)
+    assert packed["w"].array.layout == "panels"
+    file = serialization.to_bytes(packed)
+    assert serialization.msgpack_restore(file)["w"]["array"]["layout"] == "plain"
+    again = serialization.from_bytes(packed, file)
+    assert jax.tree.structure(again) == jax.tree.structure(packed)
+    for new, old in zip(jax.tree.leaves(again), jax.tree.leaves(packed), strict=True):
+        np.testing.assert_array_equal(new, old)
+    assert serialization.from_bytes(fewbit.unpack(packed), file)["w"].array.layout == "plain"

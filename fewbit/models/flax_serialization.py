@@ -12,9 +12,10 @@ import numpy as np
 from flax import serialization
 
 from fewbit._errors import describe
+from fewbit._qarray_panels import repack
 from fewbit.numerics import qtype_name
 from fewbit.params import is_box, unboxed
-from fewbit.qarray import QArray, WithAux, pack, unpack
+from fewbit.qarray import PanelArray, QArray, WithAux, pack, unpack
 
 _PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")
 
@@ -43,6 +44,7 @@ def register() -> None:
     """
     for kind, save, restore in (
         (QArray, _qarray_state, _restore_qarray),
+        (PanelArray, _panels_state, _restore_panels),
         (WithAux, _with_aux_state, _restore_with_aux),
     ):
         if not serialization.is_serializable(kind):
@@ -72,6 +74,15 @@ def _qarray_state(q: QArray) -> dict[str, Any]:
     for name, part in _parts(q).items():
         state[name] = serialization.to_state_dict(part)
     return state
+
+
+# Panels are one machine's layout: a file holds plain codes, and is packed again when read.
+def _panels_state(p: PanelArray) -> dict[str, Any]:
+    return _qarray_state(p.plain())
+
+
+def _restore_panels(template: PanelArray, state: Any) -> QArray:
+    return repack(_restore_qarray(jax.eval_shape(PanelArray.plain, template), state), template)
 
 
 def _restore_qarray(template: QArray, state: Any) -> QArray:

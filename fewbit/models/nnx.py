@@ -25,11 +25,12 @@ from fewbit.models.nnx_scopes import (
 )
 from fewbit.models.planning import plan_runs
 from fewbit.params import quantize_leaf
-from fewbit.qarray import QArray, WithAux
+from fewbit.qarray import PanelArray, QArray, WithAux
 from fewbit.static_scales import empty_scales
 
 flax_serialization.register()  # models that are unpickled come by no other way
 nnx.register_data_type(QArray)
+nnx.register_data_type(PanelArray)
 nnx.register_data_type(WithAux)
 
 _MSG_NO_INPUTS = (

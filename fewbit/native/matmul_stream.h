@@ -10,8 +10,14 @@
 
 #include "matmul_kernels.h"
 
+#if defined(FEWBIT_SANITIZED)
+// Unrolled and with every access checked, the kernels would take a quarter of an hour to compile.
+#define FEWBIT_INLINE inline
+#define FEWBIT_UNROLL
+#else
 #define FEWBIT_INLINE inline __attribute__((always_inline))
 #define FEWBIT_UNROLL _Pragma("GCC unroll 64")
+#endif
 
 namespace fewbit {
 namespace {
