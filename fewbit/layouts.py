@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from fewbit import kernels
 from fewbit._qarray_checks import check_tree
@@ -73,6 +73,8 @@ def _column_names(q: QArray, roles: str) -> Any:
     if isinstance(q.data, jax.core.Tracer):
         return _ELSEWHERE
     sharding = getattr(q.data, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        return None if sharding.mesh.size <= 1 else _ELSEWHERE
     if sharding is None or len(sharding.device_set) == 1 or sharding.is_fully_replicated:
         return None
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:

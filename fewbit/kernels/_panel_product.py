@@ -20,6 +20,7 @@ from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._partition import spread, zero_with_devices
+from fewbit.numerics import format_of
 from fewbit.qarray import QArray, dequantize, quantize
 
 ROWS = ("float32", "bfloat16")
@@ -158,13 +159,42 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Produ
 
 
 def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+    if spec.act != "none" and not (spec.tile or spec.act_tile) and _is_integer(spec.qtype):
+        return _integer_reference(x, act_scale, *weight, spec=spec)
     matrix = _matrix(spec, *weight)
     matrix = matrix.T if spec.transposed else matrix
     return jnp.matmul(_float_rows(spec, x, act_scale), matrix).astype(spec.out_dtype)
 
 
-def _matrix(spec: Product, data: Any, scale: Any, zero: Any, tensor_scale: Any, layer: Any) -> Any:
+def _integer_reference(
+    x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product
+) -> jax.Array:
+    """The product on 8-bit codes, which accelerators have units for."""
+    rows = QArray(x, act_scale)
+    if spec.act == "dynamic":
+        rows = quantize(x, "int8", channelwise_axes=(0,))
+    columns = _entry(spec, *weight).plain()
+    codes = columns.qvalue.astype(jnp.int8)
+    total = jnp.matmul(rows.qvalue, codes, preferred_element_type=jnp.int32)
+    if columns.zero_point is not None:
+        sums = jnp.sum(rows.qvalue, axis=1, dtype=jnp.int32, keepdims=True)
+        total = total - columns.zero_point.astype(jnp.int32) * sums
+    scales = rows.scale.astype(jnp.float32) * columns.scale.astype(jnp.float32)
+    return (total.astype(jnp.float32) * scales).astype(spec.out_dtype)
+
+
+def _is_integer(qtype: str) -> bool:
+    row = format_of(qtype)
+    return row.kind in ("int", "sign") and row.storage.name in ("int4", "int8")
+
+
+def _matrix(spec: Product, *weight: Any) -> jax.Array:
     """The float32 matrix [K, N] of one entry of the stack."""
+    return dequantize(_entry(spec, *weight), jnp.float32)
+
+
+def _entry(spec: Product, data: Any, scale: Any, zero: Any, tensor_scale: Any, layer: Any) -> Any:
+    """One entry of the stack as an array [K, N]."""
     groups = 1 if spec.tile == 0 else -(-spec.k // spec.tile)
     dims = (spec.k, spec.n)
     view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
@@ -175,7 +205,7 @@ def _matrix(spec: Product, data: Any, scale: Any, zero: Any, tensor_scale: Any, 
         tensor_scale if spec.qtype == "nvfp4" else None,
     )
     static = (spec.qtype, "float32", (), "panels", view)
-    return dequantize(PanelArray(*parts, layer, static=static), jnp.float32)
+    return PanelArray(*parts, layer, static=static)
 
 
 def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:

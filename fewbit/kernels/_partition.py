@@ -54,7 +54,7 @@ def zero_with_devices() -> jax.Array:
 
 @functools.lru_cache(maxsize=1024)
 def _spreading(local: Local, spec: Any, ranks: tuple[int, ...], scale_per_row: bool) -> Any:
-    by_panels = spec.n % COLUMNS == 0 and not spec.transposed
+    by_panels = spec.n > COLUMNS and spec.n % COLUMNS == 0 and not spec.transposed
 
     @custom_partitioning
     def run(*operands):
