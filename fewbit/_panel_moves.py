@@ -97,6 +97,16 @@ def dynamic_slice(
     return entry.see(((), *entry.panels.axes))
 
 
+def slice_(
+    p: PanelArray, start: Sequence[int], limit: Sequence[int], strides: Sequence[int] | None = None
+) -> PanelArray | None:
+    """One entry of a stack at a known place."""
+    sizes = [b - a for a, b in zip(start, limit, strict=True)]
+    if strides is not None and any(s != 1 for s in strides):
+        return None
+    return dynamic_slice(p, start, sizes)
+
+
 def getitem(p: PanelArray, key: Any) -> QArray | None:
     """`q[i]` of a stack."""
     if isinstance(key, bool) or isinstance(key, tuple | slice) or key is None or key is Ellipsis:

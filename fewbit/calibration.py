@@ -72,12 +72,18 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
 
 
 # A range always holds zero, which is also the range of nothing (an empty contraction).
+# XLA's vectorised maximum may lose a NaN, which would then pass for a zero: so it is asked for.
 def _max(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.max(x, axes, keepdims=True, initial=0)
+    return _or_nan(jnp.max(x, axes, keepdims=True, initial=0), x, axes)
 
 
 def _min(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.min(x, axes, keepdims=True, initial=0)
+    return _or_nan(jnp.min(x, axes, keepdims=True, initial=0), x, axes)
+
+
+def _or_nan(extreme: jax.Array, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    spoilt = jnp.any(jnp.isnan(x), axes, keepdims=True)
+    return jnp.where(spoilt, jnp.array(jnp.nan, x.dtype), extreme)
 
 
 def _settled(wide: jax.Array, dtype: Any) -> jax.Array:

@@ -5,6 +5,8 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 `Runner` holds one function object, so a second call costs a jit dispatch.
 """
 
+import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import forwards
-from fewbit.layouts import for_kernels
+from fewbit.layouts import for_kernels, would_be_faster
 from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
@@ -206,6 +208,7 @@ class Runner:
             self.check_stored(traced, decisions, requests)
             self.check_something(traced, decisions)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
+            _say_once_if_unpacked(tree)
         outs = self.run(traced.program, decisions, traced.values, traced.scales)[0]
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
 
@@ -311,6 +314,23 @@ class Runner:
 
         jax.eval_shape(go, values, scales)
         return ran, seen
+
+
+@functools.cache
+def _say_unpacked() -> None:
+    logging.getLogger("fewbit").warning(
+        "Quantized parameters with one code per element run through XLA, which is slow for them on "
+        "a CPU. fewbit.pack(params), or quantize_params(params, plan) with a plan, stores them for "
+        "the native kernels."
+    )
+
+
+def _say_once_if_unpacked(tree: Any) -> None:
+    """A plain tree runs everywhere; on a CPU with kernels that is not what people want."""
+    for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
+        if isinstance(leaf, WithAux) and isinstance(leaf.array, QArray):
+            if jax.default_backend() == "cpu" and would_be_faster(leaf.array, leaf.how):
+                return _say_unpacked()
 
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:

@@ -49,16 +49,19 @@ def for_kernels(q: QArray, how: HowToQuantize) -> QArray:
     return jax.tree.map(place, packed)
 
 
-def _fits_panels(q: QArray, how: HowToQuantize) -> bool:
+def would_be_faster(q: QArray, how: HowToQuantize) -> bool:
+    """Whether native kernels would read this parameter if it were packed."""
     roles = how.roles
     if roles is None or q.layout == "panels" or not kernels.native_available():
         return False
     if len(roles) != q.ndim or why_no_panels(q, roles) is not None:
         return False
-    if _column_names(q, roles) == _ELSEWHERE:
-        return False
     k, n = (math.prod(d for d, r in zip(q.shape, roles, strict=True) if r == x) for x in "kn")
     return padded(k, ROWS) * padded(n, COLUMNS) <= _MOST_PADDING * k * n
+
+
+def _fits_panels(q: QArray, how: HowToQuantize) -> bool:
+    return would_be_faster(q, how) and _column_names(q, str(how.roles)) != _ELSEWHERE
 
 
 _ELSEWHERE = "elsewhere"

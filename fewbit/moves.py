@@ -44,7 +44,7 @@ gather = _move(_panel_moves.gather, _lookups.gather)
 take_rows = _move(_panel_moves.take_rows, _lookups.take_rows)
 getitem = _move(_panel_moves.getitem, _lookups.getitem)
 settle = _move(None, plain.settle)
-slice_ = _move(None, plain.slice_)
+slice_ = _move(_panel_moves.slice_, plain.slice_)
 split = _move(None, plain.split)
 rev = _move(None, plain.rev)
 

@@ -17,6 +17,7 @@ from fewbit import _text
 from fewbit._errors import describe, is_array_like
 from fewbit._plan import Plan
 from fewbit.calls import key_name
+from fewbit.layouts import would_be_faster
 from fewbit.numerics import dtype_bits, qtype_name
 from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, get_scale_shape
@@ -184,7 +185,7 @@ def report(model_or_params: Any, plan: Plan | None = None) -> Report:
         raise TypeError(_MSG_NO_PARAMS.format(kind=describe(model_or_params)))
     rows = tuple(_stored(path, value) for path, value in leaves)
     found = () if plan is None else tuple(_differences(dict(leaves), rows, plan))
-    return Report(rows, found, (*notes, *_padding(rows, plan)))
+    return Report(rows, found, (*notes, *_padding(rows, plan), *_unpacked(leaves)))
 
 
 # --- from what people hold to parameter leaves ----------------------------------------------------
@@ -299,6 +300,22 @@ def _differences(
             )
         elif leaf.how is not None:
             yield from _storage_differences(path, values[path], row, leaf)
+
+
+def _unpacked(leaves: list[tuple[str, Any]]) -> Iterator[str]:
+    """Parameters that run through XLA here although native kernels could read them."""
+    plain = [
+        path
+        for path, value in leaves
+        if isinstance(value, WithAux)
+        and isinstance(value.array, QArray)
+        and would_be_faster(value.array, value.how)
+    ]
+    if plain:
+        yield (
+            f"{len(plain)} parameters ({plain[0]}{', ...' * (len(plain) > 1)}) are not packed, so "
+            "their products run through XLA, slower than natively: fewbit.pack(params) packs them"
+        )
 
 
 def _padding(rows: tuple[StoredLeaf, ...], plan: Plan | None) -> Iterator[str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def scale_dims(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ...]:
@@ -96,7 +98,7 @@ def map_tiles(
         )
     view = split_shape(array.shape, tile_shape)
     views = [None if part is None else _part_view(part, array.shape, tile_shape) for part in parts]
-    return fn(array.reshape(view), *views).reshape(array.shape)
+    return _joined(fn(_split(array, view), *views), array.shape)
 
 
 def reduce_tiles(
@@ -120,8 +122,8 @@ def reduce_tiles(
         )
     view = split_shape(array.shape, tile_shape)
     # Axes are split into (tiles, tile) pairs, so the tiles are the odd ones.
-    reduced = fn(array.reshape(view), tuple(range(1, len(view), 2)))
-    return reduced.reshape(scale_dims(array.shape, tile_shape))
+    reduced = fn(_split(array, view), tuple(range(1, len(view), 2)))
+    return _joined(reduced, scale_dims(array.shape, tile_shape))
 
 
 def split_shape(shape: Sequence[int], tile_shape: Sequence[int]) -> tuple[int, ...]:
@@ -163,7 +165,46 @@ def _part_view(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int])
         else:  # tiled more finely or coarsely than the view: rare, so spend the memory
             part = jnp.repeat(part, math.ceil(dim / count), axis=axis)
             view += [tiles, tile]
-    return part.reshape(view)
+    return _split(part, view)
+
+
+# On an explicit mesh a reshape must be told where the parts of a split axis go: to its tiles if
+# they share out evenly, else into the tile.
+def _split(array: jax.Array, view: Sequence[int]) -> jax.Array:
+    sharding = jax.typeof(array).sharding
+    if not _is_placed(sharding):
+        return array.reshape(view)
+    entries: list[Any] = []
+    for axis, entry in enumerate(sharding.spec):
+        tiles, tile = view[2 * axis : 2 * axis + 2]
+        if tiles % _ways(sharding.mesh, entry) == 0:
+            entries += [entry, None]
+        elif tile % _ways(sharding.mesh, entry) == 0 and tiles == 1:
+            entries += [None, entry]
+        else:  # a tile would be cut open
+            kept = [e if a != axis else None for a, e in enumerate(sharding.spec)]
+            whole = NamedSharding(sharding.mesh, PartitionSpec(*kept))
+            return _split(jax.sharding.reshard(array, whole), view)
+    return array.reshape(view, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+
+def _joined(array: jax.Array, shape: Sequence[int]) -> jax.Array:
+    sharding = jax.typeof(array).sharding
+    if not _is_placed(sharding):
+        return array.reshape(shape)
+    spec = sharding.spec
+    entries = [spec[i] if spec[i] is not None else spec[i + 1] for i in range(0, len(spec), 2)]
+    return array.reshape(shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+
+def _is_placed(sharding: Any) -> bool:
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    return explicit and any(entry is not None for entry in sharding.spec)
+
+
+def _ways(mesh: Any, entry: Any) -> int:
+    names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _first_uneven(shape: Sequence[int], tile_shape: Sequence[int]) -> int | None:

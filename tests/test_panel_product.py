@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fewbit
-from fewbit import kernels, moves, ops
+from fewbit import engine, kernels, moves, ops
 from fewbit._qarray_panels import to_panels
 from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize
@@ -138,11 +138,12 @@ def test_what_the_kernels_do_not_run_is_right_all_the_same():
 def test_nan_and_infinity_come_through():
     _, p = weight((64, 72), "kn", "int8")
     how = HowToQuantize(qtype="int8", channelwise_axes=(0,))
-    x = normal(3, 64).at[1, 5].set(jnp.nan).at[2, 7].set(jnp.inf)
+    x = normal(16, 64).at[1, 5].set(jnp.nan).at[2, 7].set(jnp.inf)
     for rows in (x, ops.Deferred(x, how)):
-        out = np.asarray(ops.dot(rows, p))
-        assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
-        assert not np.isfinite(out[2]).any()
+        for w in (p, p.plain()):
+            out = np.asarray(ops.dot(rows, w))
+            assert np.isfinite(out[0]).all() and np.isnan(out[1]).all()
+            assert not np.isfinite(out[2]).any()
 
 
 # --- transformations ------------------------------------------------------------------------------
@@ -338,6 +339,77 @@ def test_a_model_runs_natively_and_the_plan_said_so(name):
     close(model(qparams, tokens), model(fewbit.unpack(qparams), tokens), tolerance)
     packed = fewbit.pack(fewbit.unpack(qparams))
     np.testing.assert_array_equal(model(packed, tokens), model(qparams, tokens))
+
+
+@pytest.mark.parametrize("name", ("int8", "int4"))
+def test_gradients_of_scales_are_those_of_the_plain_array(name):
+    rules = [fewbit.QuantizationRule(**RULES[name])]
+    params, tokens = decoder_params(), jnp.array([[3, 7, 11]])
+    qparams = fewbit.quantize_params(params, fewbit.plan(decoder, rules, params, tokens))
+    model = fewbit.quantize_model(decoder, fewbit.PtqProvider(rules))
+
+    def total(params):
+        loss = lambda p: jnp.sum(model(p, tokens) ** 2)  # noqa: E731
+        grads = jax.grad(loss, allow_int=True)(params)["layers"]["up"].array
+        parts = grads.packed_parts if grads.layout == "panels" else (None, grads.scale)
+        return float(jnp.sum(parts[1].astype(jnp.float32)))
+
+    wanted = total(fewbit.unpack(qparams))
+    assert wanted != 0 and total(qparams) == pytest.approx(wanted, rel=1e-2)
+
+
+def test_without_jit_and_on_a_mesh_set_around_the_call():
+    rules = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    params, tokens = decoder_params(), jnp.array([[3, 7, 11]])
+    qparams = fewbit.quantize_params(params, fewbit.plan(decoder, rules, params, tokens))
+    model = fewbit.quantize_model(decoder, fewbit.PtqProvider(rules))
+    expected = model(qparams, tokens)
+    with jax.disable_jit():
+        close(model(qparams, tokens), expected, 1e-2)
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        with jax.set_mesh(mesh(kind)):
+            close(jax.jit(model)(qparams, tokens), expected, 1e-2)
+    with jax.set_mesh(jax.make_mesh((1,), ("d",))):
+        assert fewbit.plan(decoder, rules, params, tokens).sites[-1].runs_on == "native int8"
+
+
+def test_panels_split_over_an_explicit_mesh_say_what_to_do():
+    _, p = weight((128, 512), "kn", "int8")
+    here = mesh(AxisType.Explicit)
+    with jax.set_mesh(here):
+        place = lambda part: jax.device_put(part, NamedSharding(here, PartitionSpec("x")))  # noqa: E731
+        with pytest.raises(ValueError, match=r"fewbit\.unpack\(params\)"):
+            ops.dot(normal(2, 128), jax.tree.map(place, p))
+
+
+def test_a_stack_indexed_by_number_runs_natively():
+    def f(w, x):
+        for i in range(2):
+            x = jnp.tanh(x @ w[i])
+        return x
+
+    w, x = 0.1 * normal(2, 128, 128), normal(3, 128)
+    rules = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    plan = fewbit.plan(f, rules, w, x)
+    assert {row.runs_on for row in plan.sites} == {"native int8"}
+    qf, qw = fewbit.quantize_model(f, fewbit.PtqProvider(rules)), fewbit.quantize_params(w, plan)
+    close(qf(qw, x), qf(fewbit.unpack(qw), x), 1e-2)
+
+
+def test_the_report_and_the_log_say_that_packing_is_faster(caplog):
+    nn = pytest.importorskip("flax.linen")
+    model, x = nn.Dense(128), normal(2, 128)
+    rules = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    ptq = fewbit.quantize_model(model, fewbit.PtqProvider(rules))
+    key = jax.random.key(0)
+    template, made = jax.eval_shape(ptq.init, key, x), ptq.init(key, x)
+    assert jax.tree.structure(template) == jax.tree.structure(made)
+    assert "fewbit.pack(params) packs them" in str(fewbit.report(made["params"]))
+    assert "fewbit.pack" not in str(fewbit.report(fewbit.pack(made["params"])))
+    engine._say_unpacked.cache_clear()
+    for _ in range(2):
+        ptq.apply(made, x[:1])
+    assert caplog.text.count("fewbit.pack(params)") == 1
 
 
 def test_other_platforms_get_a_plain_product():

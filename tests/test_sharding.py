@@ -127,3 +127,17 @@ def test_quantizing_a_sharded_leaf_equals_quantizing_it_whole():
     for name in PARAMS:
         np.testing.assert_array_equal(whole[name].array.qvalue, sharded[name].array.qvalue)
         np.testing.assert_array_equal(whole[name].array.scale, sharded[name].array.scale)
+
+
+@pytest.mark.parametrize("spec", [P(None, "d"), P("d", None)])
+def test_tiles_of_a_weight_split_over_an_explicit_mesh(spec):
+    mesh = mesh_of(AxisType.Explicit)
+    w, x = normal(0, 256, 64), normal(1, 16, 256)
+    rules = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=32)]
+    plan = fewbit.plan(lambda w, x: x @ w, rules, w, x)
+    split = fewbit.quantize_params(jax.device_put(w, NamedSharding(mesh, spec)), plan).array
+    whole = fewbit.unpack(fewbit.quantize_params(w, plan)).array
+    np.testing.assert_array_equal(np.asarray(split.scale), np.asarray(whole.scale))
+    np.testing.assert_array_equal(
+        np.asarray(split.qvalue.astype(jnp.int8)), np.asarray(whole.qvalue.astype(jnp.int8))
+    )

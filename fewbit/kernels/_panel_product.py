@@ -114,7 +114,8 @@ act_scale and zero are empty where there is none."""
 
 @panel_dot_p.def_impl
 def _run(*args: jax.Array, spec: Product) -> jax.Array:
-    return _compiled(spec)(*args)
+    with jax.disable_jit(False):  # else this would call itself for ever
+        return _compiled(spec)(*args)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,6 +247,10 @@ def _jvp(primals: Any, tangents: Any, *, spec: Product) -> tuple[jax.Array, Any]
             "A product with quantized activations has no derivative of its own: differentiate the "
             "quantized model, whose rules pass gradients straight through."
         )
+    if not all(isinstance(t, ad.Zero) for t in tangents[1:]):  # scales that are being trained
+        whole = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+        function = functools.partial(_reference, spec=spec)
+        return out, jax.jvp(function, tuple(primals), tuple(whole))[1]
     if isinstance(tangents[0], ad.Zero):
         return out, ad.Zero(jax.typeof(out).to_tangent_aval())
     return out, _bind(tangents[0], *primals[1:], spec=spec)

@@ -36,8 +36,7 @@ def _marked(zero: jax.Array) -> jax.Array:
 
 
 def _keep_whole(mesh: Any, operands: Any, result: Any) -> Any:
-    place = NamedSharding(mesh, PartitionSpec())
-    return mesh, lambda zero: zero, place, (place,)
+    return mesh, lambda zero: zero, result.sharding, (result.sharding,)
 
 
 _marked.def_partition(_keep_whole, sharding_rule=" -> ")
@@ -76,6 +75,10 @@ def _spreading(local: Local, spec: Any, ranks: tuple[int, ...], scale_per_row: b
         ]
 
     def partition(mesh, operands, result):
+        if not isinstance(result.sharding, NamedSharding):  # a mesh without names: whole everywhere
+            devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
+            whole = type(result.sharding).get_replicated(devices)
+            return mesh, functools.partial(local, spec=spec), whole, (whole,) * len(operands)
         rows, columns = (*result.sharding.spec, None, None)[:2]
         if spec.transposed:
             columns = None

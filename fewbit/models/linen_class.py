@@ -15,6 +15,7 @@ from flax.core import DenyList
 from flax.core.scope import subtract_filters
 
 from fewbit import current
+from fewbit.layouts import unpack
 from fewbit.models import flax_serialization
 from fewbit.models.linen import (
     ALL_BUT_PARAMS,
@@ -117,7 +118,9 @@ def _init(
         made, _ = plan_runs([run], kind="linen", strict=one and provider.strict)
     if not provider.quantizes_params:
         return variables
-    quantized = {**variables, "params": quantize_params(variables["params"], made)}
+    # Plain, as the template that `eval_shape` makes of this is: one tree, whichever way it is made.
+    params = unpack(quantize_params(variables["params"], made))
+    quantized = {**variables, "params": params}
     return with_scales(quantized, empty_scales(made.scales))
 
 

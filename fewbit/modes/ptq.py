@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from fewbit import current, ops
 from fewbit._qarray_panels import PanelArray
@@ -183,8 +185,26 @@ def activation_hows(
 
 
 def _float_side(x: Any) -> Any:
-    """An operand of the float product; a kernel reads a weight in panels as it is."""
+    """A constant operand of the float product; a kernel reads a weight in panels as it is."""
     return x if isinstance(x, PanelArray) else as_float(x)
+
+
+def _varying(operands: Sequence[Any], tangents: Sequence[Any]) -> tuple[dict, dict]:
+    """The operands that are differentiated, by number, and their tangents without symbols."""
+
+    def is_zero(t):
+        return isinstance(t, SymbolicZero)
+
+    def plain_tangent(t):
+        return jnp.zeros(t.shape, t.dtype) if is_zero(t) else t
+
+    moving = {
+        k: operand
+        for k, (operand, t) in enumerate(zip(operands, tangents, strict=True))
+        if not all(map(is_zero, jax.tree.leaves(t, is_leaf=is_zero)))
+    }
+    directions = {k: jax.tree.map(plain_tangent, tangents[k], is_leaf=is_zero) for k in moving}
+    return moving, directions
 
 
 def quantized_product(
@@ -223,12 +243,20 @@ def quantized_product(
 
     straight = jax.custom_jvp(value)
 
-    @straight.defjvp
     def derivative(primals, tangents):
-        rest = primals[2]
-        _, tangent = jax.jvp(
-            lambda xs: product(*map(_float_side, xs), *rest), primals[:1], tangents[:1]
-        )
+        operands, _, rest = primals
+        moving, directions = _varying(operands, tangents[0])
+
+        def float_product(moving):
+            filled = [
+                _float_side(x) if k not in moving else as_float(moving[k])
+                for k, x in enumerate(operands)
+            ]
+            return product(*filled, *rest)
+
+        _, tangent = jax.jvp(float_product, (moving,), (directions,))
         return straight(*primals), tangent
+
+    straight.defjvp(derivative, symbolic_zeros=True)
 
     return straight(tuple(operands), static, rest)

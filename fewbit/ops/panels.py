@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from fewbit import kernels
 from fewbit._qarray_atoms import Atom
@@ -23,6 +24,11 @@ from fewbit.ops.deferred import Deferred
 from fewbit.qarray import HowToQuantize, QArray, dequantize
 
 _LONGEST_SUM = 2**17  # of int8 codes times 8-bit codes that int32 surely holds
+_MSG_EXPLICIT = (
+    "{weight!r} is split over an explicit mesh, where panels cannot be followed. Place the plain "
+    "form: jax.device_put(fewbit.unpack(params), ...), or quantize parameters that are placed "
+    "already."
+)
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -47,6 +53,11 @@ def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | Non
     summed, batch = dimension_numbers
     if batch[0] or not kernels.native_available() or other.dtype.name not in _FLOATS:
         return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size > 1 and AxisType.Explicit in mesh.axis_types:
+        if _is_placed(weight.data):
+            raise ValueError(_MSG_EXPLICIT.format(weight=weight))
+        return None  # where the result lies is part of its type there, which XLA works out
     axes, roles = weight.panels.axes, weight.panels.roles
 
     def atoms(which):
