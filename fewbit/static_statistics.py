@@ -49,6 +49,10 @@ _MSG_COUNT = (
     "while statistics were collected. Run calibration data through the model first, or use a "
     "dynamic range there: act_static_scale=None."
 )
+_MSG_SIGN = (
+    "The statistic {name} has values in {key} that no range can have (a maximum below zero, or a "
+    "minimum above it). Collect it with fewbit.calibration.SimpleMovingAverage."
+)
 _MSG_METHOD = (
     "The statistic {name} has {found}, but the method {method!r} of its rule needs {wanted}: it "
     "was collected with another act_calibration_method. Collect it again, or change the rule."
@@ -144,6 +148,10 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(_MSG_COUNT.format(name=scale.name))
     for key, value in stat.items():
         check_finite(value, f"quant_stats {scale.name} {key}")
+        # A range holds zero, so none of its sums and extremes is on the wrong side of it.
+        wrong = value > 0 if key.endswith("_min") else value < 0
+        if not isinstance(value, jax.core.Tracer) and bool(wrong.any()):
+            raise ValueError(_MSG_SIGN.format(name=scale.name, key=key))
     return _static_scale(scale, stat, reduction)
 
 

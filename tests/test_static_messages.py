@@ -71,6 +71,8 @@ def test_statistics_that_do_not_fit_the_plan():
     def use(stat, **kwargs):
         return fewbit.quantize_params(params, made, {"w:dot_general0": {"lhs": stat}}, **kwargs)
 
+    with says(ValueError, "w/dot_general0_lhs has values in", "no range can have"):
+        use(absmax(-1.0))
     empty = {**absmax(1.0), "count": jnp.array(0)}
     with says(ValueError, "quant_stats is not initialized for w/dot_general0_lhs.", "count is 0"):
         use(empty)
