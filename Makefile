@@ -11,7 +11,8 @@ SANITIZED := build/sanitized
 export FEWBIT_REQUIRE_NATIVE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help .venv .venv-peers demo test test-all test-native bench lint format docs wheel clean
+.PHONY: help .venv .venv-peers .venv-bench-peers demo test test-all test-native bench bench-peers \
+  lint format docs wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -36,6 +37,13 @@ help:  ## list the targets
 	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
 	touch $@
 
+.venv-bench-peers: .venv-bench-peers/.made  ## the environment of the speed comparisons
+
+.venv-bench-peers/.made: bench/peers/requirements.txt
+	test -x .venv-bench-peers/bin/python || $(PYTHON) -m venv .venv-bench-peers
+	.venv-bench-peers/bin/python -m pip install --quiet -r bench/peers/requirements.txt
+	touch $@
+
 demo: .venv  ## a small model, quantized
 	$(BIN)/python demo/digits.py
 
@@ -45,22 +53,29 @@ test: .venv  ## the quick tests and the doctests
 test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 	$(BIN)/python tests/run_all.py --workers $(WORKERS)
 
-# A compiled part that is missing fails here instead of being skipped. The second run has every
+# A compiled part that is missing fails here instead of being skipped. The second half has every
 # address and every undefined operation of the C++ checked; jaxlib's own leaks are not our subject.
+# The program kernels_test runs the kernels of all instruction sets, AVX-512 through SIMDe if the
+# CPU lacks it (Debian: libsimde-dev; without it the program says what it could not test).
 test-native: .venv  ## the native part, plain and under sanitizers
-	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py
+	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
-	  -DFEWBIT_WERROR=ON -DFEWBIT_SANITIZE=address,undefined
+	  -DFEWBIT_WERROR=ON -DFEWBIT_NATIVE_TESTS=ON -DFEWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build $(SANITIZED)
+	ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/tests/native/kernels_test
 	FEWBIT_NATIVE_LIBRARY=$(CURDIR)/$(SANITIZED)/libfewbit_native.so \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py
+	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
+	  -k "not every_format and not instruction_sets"
 
 bench: .venv  ## every measurement in bench/, one after the other
 	@set -e; for script in bench/[a-z]*.py; do \
 	  echo "== $$script"; PYTHONPATH=. $(BIN)/python $$script; done
+
+bench-peers: .venv .venv-bench-peers  ## products beside OpenVINO, ONNX Runtime and torchao
+	PYTHONPATH=. $(BIN)/python bench/products.py --peers .venv-bench-peers/bin/python
 
 lint: .venv  ## formatting, lint rules, types
 	$(BIN)/ruff format --check .
