@@ -26,7 +26,8 @@ _MOST_PADDING = 1.25
 def for_kernels(q: QArray, how: HowToQuantize) -> QArray:
     """The array in panels where a native kernel will read it, else as it is.
 
-    >>>     >>> from fewbit.qarray import quantize_with
+    >>> import jax.numpy as jnp
+    >>> from fewbit.qarray import quantize_with
     >>> how = HowToQuantize(qtype='int8', channelwise_axes=(1,), roles='kn')
     >>> for_kernels(quantize_with(jnp.ones((4, 3)), how), how).layout  # mostly padding
     'plain'
@@ -97,7 +98,8 @@ def pack(tree: Any) -> Any:
 
     Parameters that no kernel reads get their codes at true width (int3 in 3 bits).
 
-    >>>     >>> import fewbit
+    >>> import jax.numpy as jnp
+    >>> import fewbit
     >>> pack({'w': fewbit.quantize(jnp.ones(16), 'int4')})['w'].layout
     'bits'
     """
@@ -120,7 +122,8 @@ def _packed(q: QArray, how: HowToQuantize) -> QArray:
 def unpack(tree: Any) -> Any:
     """Every quantized parameter with one element of its storage type per code.
 
-    >>>     >>> import fewbit
+    >>> import jax.numpy as jnp
+    >>> import fewbit
     >>> unpack(pack({'w': fewbit.quantize(jnp.ones(16), 'int4')}))['w'].layout
     'plain'
     """
