@@ -1,9 +1,9 @@
 """Interleaved rounds, and how their times become numbers. Needs numpy alone.
 
 The speed of a shared machine drifts within seconds, so times of different kernels are compared only
-within a round, in which each kernel is called once: a number is the median, over the rounds, of the
-ratios within them. Kernels are called in another order each round, so that none always finds the
-caches as the same other one left them.
+within a round, in which each kernel is called once (at most: slow ones take part in every fourth):
+a number is the median, over the rounds, of the ratios within them. Kernels are called in another
+order each round, so that none always finds the caches as the same other one left them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
+SELDOM = 4
 RESULTS = pathlib.Path(__file__).with_name("results")
 
 Times = dict[str, list[float]]
@@ -94,9 +96,17 @@ def orders(names: list[str], seed: int = 0) -> Iterator[list[str]]:
 
 
 def interleave(
-    calls: dict[str, Callable[[], Any]], *, budget: float, least: int = 7, most: int = 300
+    calls: dict[str, Callable[[], Any]],
+    *,
+    budget: float,
+    seldom: Collection[str] = (),
+    least: int = 12,
+    most: int = 300,
 ) -> Times:
-    """Rounds until `budget` seconds are over, but at least `least`; each call has run before."""
+    """Seconds per round, until `budget` seconds are over, but of at least `least` rounds.
+
+    `seldom` names what is called in every fourth round only and has NaN in the others.
+    """
     times: Times = {name: [] for name in calls}
     shuffled = orders(list(calls))
     gc.collect()
@@ -106,24 +116,27 @@ def interleave(
         for number in range(most):
             if number >= least and time.perf_counter() - start > budget:
                 break
-            for name, seconds in one_round(calls, next(shuffled)).items():
-                times[name].append(seconds)
+            left_out = set(seldom) if number % SELDOM else set()
+            order = [name for name in next(shuffled) if name not in left_out]
+            seconds = one_round(calls, order)
+            for name in calls:
+                times[name].append(seconds.get(name, math.nan))
     finally:
         gc.enable()
     return times
 
 
-def summary(times: Times, base: str) -> dict[str, dict[str, float]]:
+def summary(times: Times, base: str) -> dict[str, dict[str, Any]]:
     """Per kernel: median ms, and how many times as fast as `base` (median and quartiles)."""
     out = {}
     for name, seconds in times.items():
         speed = np.asarray(times[base]) / np.asarray(seconds)
-        low, median, high = np.percentile(speed, [25, 50, 75])
+        low, median, high = np.nanpercentile(speed, [25, 50, 75])
         out[name] = {
-            "ms": _short(1e3 * np.median(seconds)),
+            "ms": _short(1e3 * np.nanmedian(seconds)),
             "speed": _short(median),
             "speed_quartiles": [_short(low), _short(high)],
-            "rounds": len(seconds),
+            "rounds": int(np.isfinite(speed).sum()),
         }
     return out
 
