@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-# XLA's integer product needs a few rows to pay for quantizing them (bench/xla_products.py).
+# XLA's integer product needs a few rows to pay for quantizing them (bench/products.py).
 _ROWS_FOR_INT8 = 8
 
 
