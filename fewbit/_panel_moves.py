@@ -92,7 +92,7 @@ def dynamic_slice(
     if len(p.lead) != 1 or tuple(sizes) != (1, *p.shape[1:]):
         return None
     start = jnp.clip(jnp.asarray(start_indices[0]).astype(jnp.int32), 0, p.lead[0] - 1)
-    entry = index(p.with_view(), start)
+    entry = index(p, start)
     assert entry is not None
     return entry.see(((), *entry.panels.axes))
 

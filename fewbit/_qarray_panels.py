@@ -9,6 +9,7 @@ an entry of the stack is a number beside the bytes. What cannot be said so is un
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -229,8 +230,9 @@ def to_panels(q: QArray, roles: str) -> PanelArray:
         raise ValueError(f"{q!r} cannot be packed into panels: {reason}.")
     if q.layout != "plain":
         q = q.replace(qvalue=q.qvalue, layout="plain", last_dim=None)
-    pack = jax.jit(_pack, static_argnums=1)
-    return pack(q, roles) if isinstance(q.data, jax.Array) else jax.eval_shape(_pack, q, _R(roles))
+    if isinstance(q.data, jax.Array):
+        return _pack(q, roles)
+    return jax.eval_shape(functools.partial(_pack, roles=roles), q)
 
 
 def repack(q: QArray, like: PanelArray) -> PanelArray:
@@ -245,14 +247,8 @@ def repack(q: QArray, like: PanelArray) -> PanelArray:
     return to_panels(jax.tree.map(jnp.asarray, q), "l" * len(like.lead) + like.panels.roles)
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _R:
-    roles: str
-
-
-def _pack(q: QArray, roles: Any) -> PanelArray:
-    roles = roles.roles if isinstance(roles, _R) else roles
+@functools.partial(jax.jit, static_argnames="roles")
+def _pack(q: QArray, roles: str) -> PanelArray:
     stack = roles.count("l")
     order = [*range(stack), *(a for r in "kn" for a, role in enumerate(roles) if role == r)]
     summed = [a for a in order if roles[a] == "k"]

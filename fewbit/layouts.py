@@ -37,7 +37,7 @@ def for_kernels(q: QArray, how: HowToQuantize) -> QArray:
     roles = str(how.roles)
     packed = to_panels(q, roles)
     names = _column_names(q, roles)
-    if names in (None, _ELSEWHERE):
+    if names is None:
         return packed
     mesh = q.data.sharding.mesh
 

@@ -1,4 +1,4 @@
-"""Row-wise absolute maximum: the smallest kernel, and the pattern that the others follow.
+"""Row-wise absolute maximum: the smallest kernel, and how one is called without a primitive.
 
 A kernel is three things: a reference in plain JAX, a native form with the same shape contract, and
 one function that lets the *lowering* choose, so that a traced program can still go anywhere.
