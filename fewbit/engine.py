@@ -27,7 +27,7 @@ from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
 from fewbit.static_scales import ScaleName, abstract_scales, planned_scales
 from fewbit.trace import Program, analyse
-from fewbit.weight import Weight, is_weight, plain
+from fewbit.weight import Weight, is_weight, plain, without_gradient
 
 LeafPath = Callable[[tuple[Any, ...]], str | None]
 
@@ -103,8 +103,10 @@ def as_value(value: Any, leaf: str | None) -> Any:
     if isinstance(value, WithAux):
         if not isinstance(value.array, QArray):
             return value.array
-        return Weight(value.array, leaf or "", value.how.rule)
-    return Weight(value, leaf or "") if isinstance(value, QArray) else value
+        return Weight(without_gradient(value.array, leaf or ""), leaf or "", value.how.rule)
+    if isinstance(value, QArray):
+        return Weight(without_gradient(value, leaf or ""), leaf or "")
+    return value
 
 
 @dataclass

@@ -1,13 +1,24 @@
 """A quantized parameter as a value of the interpreter."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from fewbit.qarray import QArray, dequantize
+
+_MSG_GRADIENT = (
+    "Parameter '{leaf}' is quantized ({qtype}) and has no gradient: its codes are fixed. Take the "
+    "gradient over the float leaves alone: floats, rest = fewbit.split_trainable(params), then "
+    "jax.grad of a loss(floats, rest, ...) that starts with fewbit.merge_trainable(floats, rest); "
+    "for NNX nnx.grad(loss, argnums=nnx.DiffState(0, fewbit.float_params())). "
+    "fewbit.trainable(params) is the mask for optax.masked."
+)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -33,6 +44,31 @@ class Weight:
 def is_weight(value: Any) -> bool:
     """Whether a value of the interpreter is a quantized parameter."""
     return isinstance(value, Weight)
+
+
+def without_gradient(q: QArray, leaf: str) -> QArray:
+    """`q`, whose codes are an error to differentiate.
+
+    JAX refuses integer leaves by itself; codes that are floats (fp8) it would take for parameters.
+    """
+    if isinstance(q.qvalue, jax.ShapeDtypeStruct) or not jnp.issubdtype(q.qvalue.dtype, jnp.inexact):
+        return q
+    return q.replace(qvalue=_fixed(q.qvalue, (leaf, str(q.qtype))))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _fixed(codes: jax.Array, what: tuple[str, str]) -> jax.Array:
+    return codes
+
+
+def _refuse_tangents(what: tuple[str, str], primals: Any, tangents: Any) -> Any:
+    if not isinstance(tangents[0], SymbolicZero):
+        leaf, qtype = what
+        raise TypeError(_MSG_GRADIENT.format(leaf=leaf, qtype=qtype))
+    return primals[0], tangents[0]
+
+
+_fixed.defjvp(_refuse_tangents, symbolic_zeros=True)
 
 
 def plain(value: Any) -> Any:

@@ -488,6 +488,20 @@ def test_gradients_over_a_tree_with_quantized_leaves():
     assert floats["up"] is None
 
 
+def test_codes_that_are_floats_have_no_gradient_either():
+    """JAX would take fp8 codes for parameters."""
+    qf, qp, _ = quantized(biased, [QuantizationRule(weight_qtype="fp8")], BIASED, X)
+    qp = fewbit.unpack(qp)
+    sentences = ("Parameter 'down' is quantized (float8_e4m3fn)", "fewbit.split_trainable(params)")
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        with says(TypeError, *sentences, "nnx.DiffState(0, fewbit.float_params())"):
+            jax.grad(lambda p, transform=transform: transform(qf)(p, X).sum())(qp)
+    assert jax.grad(lambda x: qf(qp, x).sum())(X).shape == X.shape
+    floats, rest = fewbit.split_trainable(qp)
+    gradients = jax.grad(lambda f: qf(fewbit.merge_trainable(f, rest), X).sum())(floats)
+    assert gradients["bias"].tolist() == [[2.0] * 4]
+
+
 def test_parts_that_do_not_belong_together():
     with says(ValueError, "do not fit together at ['a']: both have a leaf", "split_trainable"):
         fewbit.merge_trainable({"a": 1.0}, {"a": 2.0})

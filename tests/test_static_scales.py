@@ -98,6 +98,17 @@ def test_a_function_uses_the_stored_scale_and_clips():
     assert close(qf(qp, X[:1]), reference(X[:1], W, 1.5))
 
 
+@pytest.mark.parametrize("rule", [STATIC, MINMAX, STATIC.replace(act_qtype="nf4")])
+def test_a_nan_comes_out_of_its_row_and_no_other(rule):
+    seen = statistic({"min": [[-0.5]], "max": [[2.0]]}) if rule is MINMAX else absmax(1.5)
+    qf, qp, _ = quantized_function([rule], stats={"w:dot_general0": {"lhs": seen}})
+    for tree in (qp, fewbit.unpack(qp)):
+        out = qf(tree, X.at[2, 3].set(jnp.nan))
+        assert jnp.isnan(out).all(1).tolist() == [False, False, True, False]
+        assert close(np.delete(out, 2, 0), np.delete(qf(tree, X), 2, 0))
+        assert not jnp.isnan(qf(tree, X.at[2, 3].set(jnp.inf))).any()  # clips
+
+
 def test_range_seen_or_average():
     both = statistic({"absmax": [[1.0]]}, {"absmax": [[3.0]]})
     for reduction, reach in ((None, 3.0), ("range", 3.0), ("mean", 2.0)):
