@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
+from fewbit._qarray_panels import PanelArray
 from fewbit.qarray import QArray, dequantize
 
 _MSG_GRADIENT = (
@@ -51,6 +52,8 @@ def without_gradient(q: QArray, leaf: str) -> QArray:
 
     JAX refuses integer leaves by itself; codes that are floats (fp8) it would take for parameters.
     """
+    if isinstance(q, PanelArray):  # its bytes are integers, whatever they stand for
+        return q
     if isinstance(q.qvalue, jax.ShapeDtypeStruct) or not jnp.issubdtype(q.qvalue.dtype, jnp.inexact):
         return q
     return q.replace(qvalue=_fixed(q.qvalue, (leaf, str(q.qtype))))
