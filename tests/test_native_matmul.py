@@ -275,6 +275,19 @@ def test_subnormal_numbers_count():
         check(jax.jit(weight.times)(x), x, weight)
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_of_any_magnitude(name, rows):
+    """Rows are scaled by powers of two inside: into integers, or against the bias of fp8."""
+    weight = Weight(name, 700, 70, group=32)
+    x = np.random.default_rng(1).normal(size=(rows, 700)).astype(np.float32)
+    check(weight.times(np.zeros_like(x)), 0 * x, weight)
+    for power in (-110, -90, -63, -62, -20, 40, 96, 98, 110):
+        check(weight.times(x * np.float32(2.0) ** power), x * np.float32(2.0) ** power, weight)
+    x[:, 3] = 2.0**20  # a number far larger than the others
+    check(weight.times(x), x, weight)
+
+
 def test_the_smallest_shared_exponents():
     weight = Weight("float8_e4m3fn", 64, 64, 32, "float8_e8m0fnu")
     exponents = np.arange(2 * 64, dtype=np.uint8).reshape(weight.scale.shape)  # from 2^-127

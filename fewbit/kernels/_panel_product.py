@@ -19,6 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
 from fewbit.kernels._matmul import matmul
+from fewbit.kernels._native import native_available
 from fewbit.kernels._partition import spread, zero_with_devices
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray, dequantize, quantize
@@ -138,7 +139,7 @@ def _native(*operands: jax.Array, spec: Product) -> jax.Array:
 
 
 def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
-    if spec.transposed:
+    if spec.transposed or not native_available():
         return _reference(x, act_scale, *weight, spec=spec)
     data, scale, zero, tensor_scale, layer = weight
     return matmul(

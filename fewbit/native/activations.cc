@@ -4,17 +4,12 @@
 #include <cstring>
 #include <limits>
 
+#include "fixed_point.h"
+
 namespace fewbit {
 namespace {
 
 constexpr size_t kLine = 64;
-
-float FromBf16(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 float FromF16(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;
@@ -76,6 +71,13 @@ void InterleaveRows(int rows, int64_t length, int64_t padded, const Load& load, 
 
 }  // namespace
 
+float FromBf16(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 Activations TakeActivations(const Plan& plan, const Matmul& m) {
   const auto rows = static_cast<size_t>(m.rows), quads = static_cast<size_t>(plan.quads);
   const bool codes = m.quantize_x || m.x_type == Element::kS8;
@@ -87,11 +89,16 @@ Activations TakeActivations(const Plan& plan, const Matmul& m) {
   };
   Activations a{};
   a.scale_columns = m.x_scale_per_group ? m.groups : 1;
-  const size_t packed = take(rows * quads * 4 * static_cast<size_t>(plan.words));
-  const size_t sums = take(plan.integers ? rows * plan.segment_group.size() * 4 : 0);
-  const size_t scales = take(codes ? rows * static_cast<size_t>(a.scale_columns) * 4 : 0);
+  const auto planes = static_cast<size_t>(plan.planes);
+  const size_t packed = take(rows * planes * quads * 4 * static_cast<size_t>(plan.words));
+  const size_t sums = take(plan.integers ? rows * planes * plan.segment_group.size() * 4 : 0);
+  const size_t scales =
+      take(plan.integers || codes ? rows * planes * static_cast<size_t>(a.scale_columns) * 4 : 0);
   const size_t code = take(codes ? rows * quads * 4 : 0);
-  const size_t row = take(m.quantize_x ? plan.tiles.size() * quads * 16 : 0);
+  const size_t row = take(m.quantize_x || planes > 1 ? plan.tiles.size() * quads * 16 : 0);
+  const size_t factors = take(plan.folded ? rows * 4 : 0);
+  const size_t units = take(planes > 1 ? plan.tiles.size() * quads * 16 : 0);
+  const size_t digits = take(planes > 1 ? plan.tiles.size() * quads * 8 : 0);
   char* base = static_cast<char*>(ScratchBytes(Scratch::kCall, used));
   a.floats = reinterpret_cast<float*>(base + packed);
   a.words = reinterpret_cast<int32_t*>(base + packed);
@@ -99,6 +106,9 @@ Activations TakeActivations(const Plan& plan, const Matmul& m) {
   a.scales = reinterpret_cast<float*>(base + scales);
   a.codes = reinterpret_cast<int8_t*>(base + code);
   a.row = reinterpret_cast<float*>(base + row);
+  a.factors = reinterpret_cast<float*>(base + factors);
+  a.units = reinterpret_cast<int32_t*>(base + units);
+  a.digits = reinterpret_cast<int16_t*>(base + digits);
   return a;
 }
 
@@ -107,6 +117,11 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
   const Tile tile = plan.tiles[static_cast<size_t>(index)];
   const int64_t padded = plan.quads * 4;
   const bool given = m.x_type == Element::kS8;
+  if (plan.planes > 1) {
+    RowOfFloats(m, tile.first_row, a.row + index * padded);
+    PackPlanes(plan, m, tile.first_row, a);
+    return;
+  }
   float* packed = a.floats + tile.first_row * padded;
   if (!given && !m.quantize_x) {
     if (m.x_type == Element::kF32) {
@@ -117,6 +132,9 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
       const uint16_t* x = static_cast<const uint16_t*>(m.x) + tile.first_row * m.k;
       const auto load = [x, &m](int r, int64_t k) { return FromBf16(x[r * m.k + k]); };
       InterleaveRows(tile.rows, m.k, padded, load, packed);
+    }
+    if (plan.folded) {
+      a.factors[tile.first_row] = FoldBias(m, m.k, packed);
     }
     return;
   }
@@ -149,6 +167,9 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
       return static_cast<float>(codes[r * padded + k]) * a.scales[(first + r) * a.scale_columns + g];
     };
     InterleaveRows(tile.rows, m.k, padded, load, packed);
+    if (plan.folded) {
+      a.factors[tile.first_row] = FoldBias(m, m.k, packed);
+    }
     return;
   }
   const uint32_t zero = m.zero == nullptr ? static_cast<uint32_t>(m.format->zero) : 1;

@@ -15,8 +15,13 @@ struct Activations {
   float* scales;       // [rows][scale_columns]
   int64_t scale_columns;
   int8_t* codes;       // [rows][4 * quads]
-  float* row;          // [tiles][4 * quads], work space
+  float* factors;      // [rows], if fp8's bias was folded into them
+  float* row;          // [tiles][4 * quads], work space, as the next two
+  int32_t* units;
+  int16_t* digits;
 };
+
+float FromBf16(uint16_t half);
 
 // All bytes that `activations` needs are taken from the scratch of the calling thread.
 Activations TakeActivations(const Plan& plan, const Matmul& matmul);

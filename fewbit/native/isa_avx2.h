@@ -26,6 +26,7 @@ struct Avx2 {
 
   static constexpr int kFloatRows = 6, kFloatVectors = 1;
   static constexpr int kIntRows = 6, kIntVectors = 1;
+  static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kOwnTable = true;

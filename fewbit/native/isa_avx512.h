@@ -21,6 +21,7 @@ struct Avx512 {
 
   static constexpr int kFloatRows = 6, kFloatVectors = 4;
   static constexpr int kIntRows = 4, kIntVectors = 4;
+  static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
   static constexpr bool kPanelIsUnpacked = true;
   static constexpr bool kOwnTable = false;

@@ -31,6 +31,7 @@ struct Portable {
 
   static constexpr int kFloatRows = 2, kFloatVectors = 1;
   static constexpr int kIntRows = 2, kIntVectors = 1;
+  static constexpr int kPlaneRows = 2;
   static constexpr int kStreamRows = 1, kStreamVectors = 1;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kOwnTable = true;

@@ -35,13 +35,14 @@ class Run {
 
   void StreamPanel(int64_t index) const {
     alignas(64) float sums[kMaxStreamRows * kPanel];
-    const size_t height = static_cast<size_t>(m_.rows - 1);
+    const size_t height = static_cast<size_t>(m_.rows * plan_.planes - 1);
     const int64_t padded = plan_.quads * 4;
     if (plan_.integers) {
       const StreamInt stream{PanelAt(index), a_.words, plan_.quads * plan_.words,
                              a_.sums, a_.scales, a_.scale_columns,
                              plan_.scale_each, Raw(), sums};
       kernels_.stream_int[m_.format->bits - 1][height](stream);
+      JoinPlanes(sums);
     } else {
       kernels_.stream_float[m_.format->decoding][height]({PanelAt(index), a_.floats, padded, sums});
     }
@@ -70,6 +71,22 @@ class Run {
   }
 
  private:
+  // The sums of a row's planes become the row's sum, in the place of its first plane.
+  void JoinPlanes(float* sums) const {
+    for (int64_t r = 0; plan_.planes > 1 && r < m_.rows; ++r) {
+      const float* factors = a_.scales + r * plan_.planes;
+      const float* from = sums + r * plan_.planes * kPanel;
+      float* to = sums + r * kPanel;
+      for (int i = 0; i < kPanel; ++i) {
+        float total = 0.0f;
+        for (int p = 0; p < plan_.planes; ++p) {
+          total += from[p * kPanel + i] * factors[p];
+        }
+        to[i] = total;
+      }
+    }
+  }
+
   struct Space {
     float* c;           // [rows][64]
     int32_t* partial;   // [rows][64]
@@ -193,8 +210,11 @@ class Run {
         continue;
       }
       float factor = m_.tensor_scale;
-      if (plan_.integers && !plan_.scale_each) {
+      if (plan_.integers && !plan_.scale_each && plan_.planes == 1) {
         factor *= a_.scales[(first_row + r) * a_.scale_columns];
+      }
+      if (plan_.folded) {
+        factor *= a_.factors[first_row + r];
       }
       if (m_.out_type == Element::kF32) {
         float* out = static_cast<float*>(m_.out) + at;

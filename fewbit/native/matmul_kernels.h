@@ -25,6 +25,9 @@ constexpr int kMaxTileRows = 6;
 enum Decoding : int32_t { kInt1 = 0, kInt8 = 7, kTable4 = 8, kE4m3 = 9, kE5m2 = 10 };
 constexpr int kDecodings = 11;
 
+// What the bits of an fp8 number, read as a float, have to be multiplied by.
+constexpr float kBiasE4m3 = 0x1p120f, kBiasE5m2 = 0x1p112f;
+
 enum ScaleType : int32_t { kScaleF32, kScaleF16, kScaleBf16, kScaleE8m0, kScaleE4m3 };
 
 // One panel of a weight, and the segments of k over which one scale (and one exact integer sum)
@@ -49,7 +52,7 @@ struct Panel {
 // Few rows: the panel is read once, decoded on the way, and multiplied with all rows.
 struct StreamFloat {
   Panel panel;
-  const float* x;         // [rows][x_stride]
+  const float* x;         // [rows][x_stride]; for fp8 the result lacks the factor kBias...
   int64_t x_stride;
   float* out;             // [rows][64]
 };
@@ -116,6 +119,7 @@ struct QuantizeRow {
 struct Kernels {
   const char* name;
   int stream_rows;
+  int plane_rows;                   // integer rows that `stream_int` takes for rows of floats
   int float_rows, float_vectors;    // a tile of the float product; a strip has that many vectors
   int int_rows, int_vectors;
   int words[9];                     // by bits: words per activation quad (and weight quad)

@@ -2,11 +2,16 @@
 
 #include <algorithm>
 
+#include "fixed_point.h"
+
 namespace fewbit {
 namespace {
 
 // The exact sum of so many products of a code up to 255 and one down to -128 fits 32 bits.
 constexpr int64_t kLongestSum = 65536 / 4;
+
+// The same for numbers of 15 bits (fixed_point.h), as 32-bit products of pairs.
+constexpr int64_t kLongestWideSum = 256 / 4;
 
 // A strip of 16 columns is then 32 KB of floats or of 16-bit numbers: a usual L1 cache.
 constexpr int64_t kFloatPiece = 512 / 4;
@@ -22,7 +27,8 @@ void CutSegments(const Matmul& m, Plan* plan) {
   const int64_t length = m.group == 0 ? plan->quads : m.group / 4;
   // The integer sums themselves are asked for: one sum, whose fit is checked with the codes.
   const bool limited = plan->integers && m.out_type != Element::kS32;
-  const int64_t most = limited ? std::min(length, kLongestSum) : length;
+  const int64_t longest = plan->planes == 2 ? kLongestWideSum : kLongestSum;
+  const int64_t most = limited ? std::min(length, longest) : length;
   for (int64_t g = 0; g < m.groups; ++g) {
     const int64_t end = std::min((g + 1) * length, plan->quads);
     for (int64_t q = g * length; q < end; q += most) {
@@ -79,10 +85,12 @@ int64_t Plan::row_blocks() const {
 Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m) {
   Plan plan{};
   const bool codes = m.quantize_x || m.x_type == Element::kS8;
-  plan.integers = codes && m.format->integers();
   plan.stream = m.rows <= kernels.stream_rows;
+  plan.planes = plan.stream ? PlanesOf(kernels, m) : 1;
+  plan.integers = plan.planes > 1 || (codes && m.format->integers());
+  plan.folded = plan.stream && m.format->decoding > kTable4;
   // One group: applied to the sum at once, in the order of the XLA path.
-  plan.scale_each = m.x_scale_per_group || m.groups == 1;
+  plan.scale_each = plan.planes == 1 && (m.x_scale_per_group || m.groups == 1);
   plan.words = plan.integers ? kernels.words[m.format->bits] : 4;
   plan.quads = CeilDiv(m.k, kBlock) * kBlockQuads;
   plan.panels = CeilDiv(m.n, kPanel);

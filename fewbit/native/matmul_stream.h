@@ -84,6 +84,16 @@ FEWBIT_INLINE Meaning<T, kDecoding> MeaningOf(const Panel& panel, int64_t group,
   }
 }
 
+// An fp8 byte's sign, exponent and mantissa moved to where a float has them: a float whose exponent
+// bias is off by a constant, subnormal numbers included.
+template <class T, int kDecoding>
+FEWBIT_INLINE typename T::F BiasedValue(typename T::I quad, int i) {
+  constexpr int kShift = kDecoding == kE4m3 ? 4 : 3;
+  constexpr uint32_t kMask = kDecoding == kE4m3 ? 0x87f00000u : 0x8fe00000u;
+  const typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
+  return T::AsFloat(T::And(bits, T::SetI(static_cast<int32_t>(kMask))));
+}
+
 // The numbers (without scale) of byte i of each lane.
 template <class T, int kDecoding>
 FEWBIT_INLINE typename T::F Value(typename T::I quad, int i, const Meaning<T, kDecoding>& meaning) {
@@ -93,14 +103,19 @@ FEWBIT_INLINE typename T::F Value(typename T::I quad, int i, const Meaning<T, kD
   } else if constexpr (kDecoding == kTable4) {
     return T::LookUp(meaning, T::ShiftRight(quad, 8 * i));
   } else {
-    // The byte's sign, exponent and mantissa moved to where a float has them: a float whose
-    // exponent bias is off by a constant, subnormal numbers included.
-    constexpr int kShift = kDecoding == kE4m3 ? 4 : 3;
-    constexpr uint32_t kMask = kDecoding == kE4m3 ? 0x87f00000u : 0x8fe00000u;
-    constexpr float kBias = kDecoding == kE4m3 ? 0x1p120f : 0x1p112f;
-    typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
-    bits = T::And(bits, T::SetI(static_cast<int32_t>(kMask)));
-    return T::MulF(T::AsFloat(bits), T::SetF(kBias));
+    return T::MulF(BiasedValue<T, kDecoding>(quad, i),
+                   T::SetF(kDecoding == kE4m3 ? kBiasE4m3 : kBiasE5m2));
+  }
+}
+
+// The same, for kernels whose caller has taken the bias of fp8 out of the product.
+template <class T, int kDecoding>
+FEWBIT_INLINE typename T::F StreamedValue(typename T::I quad, int i,
+                                          const Meaning<T, kDecoding>& meaning) {
+  if constexpr (kDecoding > kTable4) {
+    return BiasedValue<T, kDecoding>(quad, i);
+  } else {
+    return Value<T, kDecoding>(quad, i, meaning);
   }
 }
 
@@ -148,7 +163,8 @@ FEWBIT_INLINE void FloatUnit(const uint8_t* block, const float* x, int64_t x_str
       const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * kLanes * 4, q);
       FEWBIT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const typename T::F w = Value<T, kDecoding>(quad, i, meaning[kDecoding == kTable4 ? 0 : j]);
+        const typename T::F w =
+            StreamedValue<T, kDecoding>(quad, i, meaning[kDecoding == kTable4 ? 0 : j]);
         FEWBIT_UNROLL
         for (int m = 0; m < kRows; ++m) {
           sum[m][j] = T::Fma(T::SetF(x[m * x_stride + (q - kFirst) * 4 + i]), w, sum[m][j]);
@@ -274,16 +290,31 @@ FEWBIT_INLINE typename T::I DotQuads(typename T::I sum, const typename T::I* qua
 template <class T, int kBits, int kRows, int kN, int kFirst>
 FEWBIT_INLINE void IntUnit(const uint8_t* block, const int32_t* a, int64_t a_stride,
                            typename T::I (*sum)[kN]) {
-  FEWBIT_UNROLL
-  for (int j = 0; j < kN; ++j) {
-    typename T::I quads[4];
+  if constexpr (T::Span(kBits) == 0) {
+    // Quad by quad: all rows use what was made of one before the next takes its registers.
     FEWBIT_UNROLL
     for (int q = 0; q < 4; ++q) {
-      quads[q] = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+      FEWBIT_UNROLL
+      for (int j = 0; j < kN; ++j) {
+        const typename T::I quad = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+        FEWBIT_UNROLL
+        for (int m = 0; m < kRows; ++m) {
+          sum[m][j] = T::template Dot<kBits>(sum[m][j], quad, a + m * a_stride + q * T::Words(kBits));
+        }
+      }
     }
+  } else {
     FEWBIT_UNROLL
-    for (int m = 0; m < kRows; ++m) {
-      sum[m][j] = DotQuads<T, kBits, 4>(sum[m][j], quads, a + m * a_stride);
+    for (int j = 0; j < kN; ++j) {
+      typename T::I quads[4];
+      FEWBIT_UNROLL
+      for (int q = 0; q < 4; ++q) {
+        quads[q] = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+      }
+      FEWBIT_UNROLL
+      for (int m = 0; m < kRows; ++m) {
+        sum[m][j] = DotQuads<T, kBits, 4>(sum[m][j], quads, a + m * a_stride);
+      }
     }
   }
 }

@@ -89,11 +89,10 @@ void PackCodes(const int8_t* codes, int64_t stride, int rows, int64_t quads, int
 }
 
 // Heights that the instruction set does not use are not compiled; the driver never asks for them.
-#define FEWBIT_STREAM(function, type)                                                      \
+#define FEWBIT_STREAM(function, type, most)                                                \
   {                                                                                        \
-    function<T, type, 1>, function<T, type, (T::kStreamRows > 1 ? 2 : 1)>,                 \
-        function<T, type, (T::kStreamRows > 2 ? 3 : 1)>,                                   \
-        function<T, type, (T::kStreamRows > 3 ? 4 : 1)>                                    \
+    function<T, type, 1>, function<T, type, (most > 1 ? 2 : 1)>,                           \
+        function<T, type, (most > 2 ? 3 : 1)>, function<T, type, (most > 3 ? 4 : 1)>       \
   }
 #define FEWBIT_TILES(type)                                                                 \
   {                                                                                        \
@@ -109,6 +108,7 @@ constexpr Kernels MakeKernels(const char* name) {
   return Kernels{
       name,
       T::kStreamRows,
+      T::kPlaneRows,
       T::kFloatRows,
       T::kFloatVectors,
       T::kIntRows,
@@ -118,16 +118,16 @@ constexpr Kernels MakeKernels(const char* name) {
       {false, false, false, false, false, false, false, false, T::kPanelIsUnpacked},
       QuantizeOneRow,
       PackCodes,
-      {FEWBIT_STREAM(StreamFloatRows, 0), FEWBIT_STREAM(StreamFloatRows, 1),
-       FEWBIT_STREAM(StreamFloatRows, 2), FEWBIT_STREAM(StreamFloatRows, 3),
-       FEWBIT_STREAM(StreamFloatRows, 4), FEWBIT_STREAM(StreamFloatRows, 5),
-       FEWBIT_STREAM(StreamFloatRows, 6), FEWBIT_STREAM(StreamFloatRows, 7),
-       FEWBIT_STREAM(StreamFloatRows, 8), FEWBIT_STREAM(StreamFloatRows, 9),
-       FEWBIT_STREAM(StreamFloatRows, 10)},
-      {FEWBIT_STREAM(StreamIntRows, 1), FEWBIT_STREAM(StreamIntRows, 2),
-       FEWBIT_STREAM(StreamIntRows, 3), FEWBIT_STREAM(StreamIntRows, 4),
-       FEWBIT_STREAM(StreamIntRows, 5), FEWBIT_STREAM(StreamIntRows, 6),
-       FEWBIT_STREAM(StreamIntRows, 7), FEWBIT_STREAM(StreamIntRows, 8)},
+      {FEWBIT_STREAM(StreamFloatRows, 0, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 1, T::kStreamRows),
+       FEWBIT_STREAM(StreamFloatRows, 2, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 3, T::kStreamRows),
+       FEWBIT_STREAM(StreamFloatRows, 4, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 5, T::kStreamRows),
+       FEWBIT_STREAM(StreamFloatRows, 6, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 7, T::kStreamRows),
+       FEWBIT_STREAM(StreamFloatRows, 8, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 9, T::kStreamRows),
+       FEWBIT_STREAM(StreamFloatRows, 10, T::kStreamRows)},
+      {FEWBIT_STREAM(StreamIntRows, 1, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 2, T::kPlaneRows),
+       FEWBIT_STREAM(StreamIntRows, 3, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 4, T::kPlaneRows),
+       FEWBIT_STREAM(StreamIntRows, 5, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 6, T::kPlaneRows),
+       FEWBIT_STREAM(StreamIntRows, 7, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 8, T::kPlaneRows)},
       {UnpackFloat<T, 0>, UnpackFloat<T, 1>, UnpackFloat<T, 2>, UnpackFloat<T, 3>,
        UnpackFloat<T, 4>, UnpackFloat<T, 5>, UnpackFloat<T, 6>, UnpackFloat<T, 7>,
        UnpackFloat<T, 8>, UnpackFloat<T, 9>, UnpackFloat<T, 10>},
