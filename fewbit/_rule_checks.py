@@ -214,6 +214,9 @@ def check_qtype(where: str, field: str, value: Any) -> Any:
 def check_calibration(where: str, field: str, value: Any, qtype: Any) -> str | None:
     """A calibration method that the type, where there is one, can express."""
     if value is None:
+        if qtype is not None:
+            default = f"{where}: {field} is the default 'absmax' with {qtype_name(qtype)}"
+            _placed(default, check_method, "absmax", qtype)
         return None
     if not isinstance(value, str):
         raise TypeError(

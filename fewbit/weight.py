@@ -54,7 +54,8 @@ def without_gradient(q: QArray, leaf: str) -> QArray:
     """
     if isinstance(q, PanelArray):  # its bytes are integers, whatever they stand for
         return q
-    if isinstance(q.qvalue, jax.ShapeDtypeStruct) or not jnp.issubdtype(q.qvalue.dtype, jnp.inexact):
+    codes = q.qvalue
+    if isinstance(codes, jax.ShapeDtypeStruct) or not jnp.issubdtype(codes.dtype, jnp.inexact):
         return q
     return q.replace(qvalue=_fixed(q.qvalue, (leaf, str(q.qtype))))
 

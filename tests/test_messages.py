@@ -51,6 +51,13 @@ def plan(*rules, function=mlp, params=PARAMS, **kwargs):
 # --- rules ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("field", ["weight_qtype", "act_qtype"])
+def test_a_type_without_negative_codes_needs_a_method_with_a_zero_point(field):
+    method = field.replace("qtype", "calibration_method")
+    with says(ValueError, method, "'absmax' with uint8", "Use calibration_method='minmax'"):
+        QuantizationRule(**{field: "uint8"})
+
+
 def test_a_rule_that_matches_no_site():
     with says(
         PlanError,
