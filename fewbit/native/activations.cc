@@ -4,17 +4,12 @@
 #include <cstring>
 #include <limits>
 
+#include "bf16.h"
+
 namespace fewbit {
 namespace {
 
 constexpr size_t kLine = 64;
-
-float FromBf16(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 float FromF16(uint16_t half) {
   const uint32_t magnitude = half & 0x7fffu;

@@ -19,6 +19,7 @@ struct Avx2 {
   struct F {
     __m256 a, b;
   };
+  using D = __m256;
   // Two registers of eight values: a permutation reaches eight.
   struct Table {
     __m256 low, high;
@@ -27,6 +28,7 @@ struct Avx2 {
   static constexpr int kFloatRows = 6, kFloatVectors = 1;
   static constexpr int kIntRows = 6, kIntVectors = 1;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr int kDotRows = 3, kDotLanes = 8;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kOwnTable = true;
 
@@ -95,6 +97,20 @@ struct Avx2 {
   static Table LoadTable(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
   static F LookUp(const Table& table, I index) {
     return {LookUpHalf(table, index.a), LookUpHalf(table, index.b)};
+  }
+
+  static D ZeroD() { return _mm256_setzero_ps(); }
+  static D LoadD(const float* p) { return _mm256_loadu_ps(p); }
+  static void StoreD(float* p, D v) { _mm256_storeu_ps(p, v); }
+  static D FmaD(D x, D y, D z) { return _mm256_fmadd_ps(x, y, z); }
+  static D AddDot(D sum, F x, F y) { return FmaD(x.b, y.b, FmaD(x.a, y.a, sum)); }
+  static void StoreParts(float* p, int step, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + step, v.b);
+  }
+  static void Totals(const D (&v)[4], float* out) {
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
   }
 
   // Codes of 8 bits as two vectors of 16-bit numbers; vpmaddubsw would saturate on them.
