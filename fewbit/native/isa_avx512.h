@@ -25,7 +25,7 @@ struct Avx512 {
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
   static constexpr int kDotRows = 6, kDotLanes = 16;
   static constexpr bool kPanelIsUnpacked = true;
-  static constexpr bool kOwnTable = false;
+  static constexpr bool kOwnTable = false, kOwnTableDots = false;
 
   static I LoadI(const void* p) { return _mm512_loadu_si512(p); }
   static void StoreI(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
@@ -74,10 +74,11 @@ struct Avx512 {
   static D FmaD(D x, D y, D z) { return _mm512_fmadd_ps(x, y, z); }
   static D AddDot(D sum, F x, F y) { return FmaD(x, y, sum); }
   static void StoreParts(float* p, int, F v) { StoreF(p, v); }
-  static void Totals(const D (&v)[4], float* out) {
+  static void AddTotals(const D (&v)[4], float* out) {
     const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(Halved(v[0]), Halved(v[1])),
                                        _mm256_hadd_ps(Halved(v[2]), Halved(v[3])));
-    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), four));
   }
 
   static constexpr int Words(int) { return 1; }

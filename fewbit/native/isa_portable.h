@@ -35,7 +35,7 @@ struct Portable {
   static constexpr int kStreamRows = 1, kStreamVectors = 1;
   static constexpr int kDotRows = 2, kDotLanes = 4;
   static constexpr bool kPanelIsUnpacked = false;
-  static constexpr bool kOwnTable = true;
+  static constexpr bool kOwnTable = true, kOwnTableDots = false;
 
   static I LoadI(const void* p) { return Load<I>(p); }
   static void StoreI(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
@@ -124,9 +124,9 @@ struct Portable {
     StoreD(p + 2 * step, v.c);
     StoreD(p + 3 * step, v.d);
   }
-  static void Totals(const D (&v)[4], float* out) {
+  static void AddTotals(const D (&v)[4], float* out) {
     for (int i = 0; i < 4; ++i) {
-      out[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+      out[i] += (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
     }
   }
 

@@ -1,5 +1,5 @@
-// The transposed product g · Wᵀ: columns are summed, and they are what lies along the lanes. So a
-// sum stays a vector of lanes for each k, added up at its end, and nothing is ever transposed.
+// The transposed product g · Wᵀ: columns are summed, and they are what lies along the lanes.
+// So a sum stays a vector of lanes for each k, added up at its end, and nothing is transposed.
 // Internal linkage only, as in matmul_stream.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_DOTS_H_
@@ -53,8 +53,36 @@ FEWBIT_INLINE void DotsOfUnit(const uint8_t* block, const float (*g)[kPanel],
   }
 }
 
+// 4-bit tables where the instruction set has its own way: `sums` is [rows][quads][dot_lanes].
+template <class T, int kRows>
+void StreamTableDots(const StreamDots& s) {
+  const Panel& panel = s.panel;
+  const typename T::WideTable table(panel);
+  float* sums = s.sums;
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t from = panel.segment_quads[segment], to = panel.segment_quads[segment + 1];
+    alignas(64) float spread[kRows][kPanel * 4];
+    for (int m = 0; m < kRows; ++m) {
+      alignas(64) float g[kPanel];
+      for (int v = 0; v < kVectors; ++v) {
+        const typename T::F row = T::LoadF(s.g + m * s.g_stride + v * kLanes);
+        T::StoreF(g + v * kLanes, T::MulF(row, Scale<T>(panel, panel.segment_group[segment], v)));
+      }
+      T::SpreadColumns(g, spread[m]);
+    }
+    for (int64_t q = from; q < to; q += 2, sums += 2 * T::kDotLanes) {
+      T::template AddTableDots<kRows>(table, panel.data + q / 2 * kPanel * 4, spread, sums,
+                                      s.quads * T::kDotLanes);
+    }
+  }
+}
+
 template <class T, int kDecoding, int kRows>
 void StreamDotsRows(const StreamDots& s) {
+  if constexpr (T::kOwnTableDots && kDecoding == kTable4) {
+    StreamTableDots<T, kRows>(s);
+    return;
+  }
   constexpr int64_t kBlockBytes = BitsOf(kDecoding) * kPanel * 4;
   constexpr int kHalfBlock = 16 * T::kDotLanes;
   const Panel& panel = s.panel;
@@ -89,15 +117,21 @@ void StreamDotsRows(const StreamDots& s) {
   }
 }
 
-template <class T>
+template <class T, int kDecoding>
 void AddLanes(const float* sums, int64_t quads, float* out) {
+  if constexpr (T::kOwnTableDots && kDecoding == kTable4) {
+    for (int64_t q = 0; q < quads; ++q) {
+      T::AddTableTotals(sums + q * T::kDotLanes, out + q * 4);
+    }
+    return;
+  }
   for (int64_t q = 0; q < quads; ++q, sums += 4 * T::kDotLanes, out += 4) {
     typename T::D sum[4];
     FEWBIT_UNROLL
     for (int i = 0; i < 4; ++i) {
       sum[i] = T::LoadD(sums + i * T::kDotLanes);
     }
-    T::Totals(sum, out);
+    T::AddTotals(sum, out);
   }
 }
 
@@ -142,8 +176,10 @@ void UnpackDotsOf(const UnpackDots& u) {
   }
 }
 
+// The steps of a panel at a time, so that the end of the loop is foreseen by the CPU.
 template <class T, int kRows>
 void TileDotsRows(const TileDots& t) {
+  constexpr int kSteps = kPanel / T::kDotLanes;
   typename T::D sum[kRows][4];
   FEWBIT_UNROLL
   for (int m = 0; m < kRows; ++m) {
@@ -154,29 +190,28 @@ void TileDotsRows(const TileDots& t) {
   }
   const float* a = t.a;
   const float* b = t.b;
-  for (int64_t step = 0; step < t.steps; ++step) {
-    typename T::D g[kRows];
+  for (int64_t panel = 0; panel < t.panels; ++panel) {
     FEWBIT_UNROLL
-    for (int m = 0; m < kRows; ++m) {
-      g[m] = T::LoadD(a + m * T::kDotLanes);
-    }
-    FEWBIT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const typename T::D w = T::LoadD(b + i * T::kDotLanes);
+    for (int step = 0; step < kSteps; ++step) {
+      typename T::D g[kRows];
       FEWBIT_UNROLL
       for (int m = 0; m < kRows; ++m) {
-        sum[m][i] = T::FmaD(g[m], w, sum[m][i]);
+        g[m] = T::LoadD(a + (step * kRows + m) * T::kDotLanes);
+      }
+      FEWBIT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const typename T::D w = T::LoadD(b + (step * 4 + i) * T::kDotLanes);
+        FEWBIT_UNROLL
+        for (int m = 0; m < kRows; ++m) {
+          sum[m][i] = T::FmaD(g[m], w, sum[m][i]);
+        }
       }
     }
-    a += kRows * T::kDotLanes, b += 4 * T::kDotLanes;
+    a += kPanel * kRows, b += kPanel * 4;
   }
   FEWBIT_UNROLL
   for (int m = 0; m < kRows; ++m) {
-    float total[4];
-    T::Totals(sum[m], total);
-    for (int i = 0; i < 4; ++i) {
-      t.c[m * kBlock + i] += total[i];
-    }
+    T::AddTotals(sum[m], t.c + m * t.c_stride);
   }
 }
 

@@ -113,7 +113,7 @@ struct StreamDots {
   const float* g;         // [rows][g_stride], from the panel's first column
   int64_t g_stride;
   int64_t quads;          // of the strip
-  float* sums;            // [rows][4 * quads][dot_lanes], added to
+  float* sums;            // room for [rows][4 * quads][dot_lanes], added to; for `add_lanes`
 };
 
 // Many rows: a strip of some panels is decoded into scratch once, and row tiles run over it.
@@ -124,10 +124,11 @@ struct UnpackDots {
 };
 
 struct TileDots {
-  const float* a;         // [steps][rows][dot_lanes]
-  const float* b;         // [steps][4][dot_lanes]: one quad
-  int64_t steps;
-  float* c;               // [rows][32], four numbers in each, added to
+  const float* a;         // [panels * 64 / dot_lanes][rows][dot_lanes]
+  const float* b;         // [panels * 64 / dot_lanes][4][dot_lanes]: one quad
+  int64_t panels;
+  float* c;               // [rows][c_stride], four numbers in each, added to
+  int64_t c_stride;
 };
 
 struct QuantizeRow {
@@ -157,7 +158,7 @@ struct Kernels {
   void (*tile_float[kMaxTileRows])(const TileFloat&);
   void (*tile_int[8][kMaxTileRows])(const TileInt&);
   void (*stream_dots[kDecodings][kMaxStreamRows])(const StreamDots&);
-  void (*add_lanes)(const float* sums, int64_t quads, float* out);  // out [4 * quads]
+  void (*add_lanes[kDecodings])(const float* sums, int64_t quads, float* out);  // added to
   void (*unpack_dots[kDecodings])(const UnpackDots&);
   void (*tile_dots[kMaxTileRows])(const TileDots&);
 };

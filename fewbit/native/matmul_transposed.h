@@ -1,4 +1,4 @@
-// g[rows, n] times the transpose of a packed weight[k, n]: what gradients need, from the same bytes.
+// g[rows, n] times the transpose of a packed weight[k, n]: for gradients, from the same bytes.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TRANSPOSED_H_
 #define FEWBIT_NATIVE_MATMUL_TRANSPOSED_H_
