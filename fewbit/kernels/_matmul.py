@@ -42,9 +42,10 @@ def matmul(
     group: int,
     act: str = "none",
     act_tile: int = 0,
+    transposed: bool = False,
     out_dtype: Any,
 ) -> jax.Array:
-    """x [M, k] times entry `layer` of the packed weight, [M, n].
+    """x [M, k] times entry `layer` of the packed weight, [M, n]; or x [M, n] times its transpose.
 
     Runs on a CPU with the compiled part only (`kernels.native_available()`). Shapes and types that
     do not fit are errors of the call, raised when it runs.
@@ -64,6 +65,7 @@ def matmul(
       group: k that share a weight scale: 16 or a multiple of 32; 0 for all.
       act: 'dynamic' quantizes the rows of a float x to int8 first, as `fewbit.quantize` does.
       act_tile: k that share an activation scale: 0 for all, or `group`.
+      transposed: x is a float [M, n], and the result [M, k].
       out_dtype: float32, bfloat16, or int32: the sums of codes, without any scale.
 
     >>> from fewbit.kernels import native_available
@@ -86,7 +88,8 @@ def matmul(
         close = difflib.get_close_matches(act, _ACT, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(_MSG_ACT.format(act=act, hint=hint))
-    result = jax.ShapeDtypeStruct((x.shape[0], n), jnp.dtype(out_dtype))
+    shape = (x.shape[0], k if transposed else n)
+    result = jax.ShapeDtypeStruct(shape, jnp.dtype(out_dtype))
     call = jax.ffi.ffi_call("fewbit_matmul", result)
     return call(
         x,
@@ -102,4 +105,5 @@ def matmul(
         group=np.int64(group),
         act=np.int64(_ACT[act]),
         act_tile=np.int64(act_tile),
+        transposed=transposed,
     )

@@ -139,7 +139,7 @@ def _native(*operands: jax.Array, spec: Product) -> jax.Array:
 
 
 def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
-    if spec.transposed or not native_available():
+    if not native_available():
         return _reference(x, act_scale, *weight, spec=spec)
     data, scale, zero, tensor_scale, layer = weight
     return matmul(
@@ -156,6 +156,7 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Produ
         group=spec.tile,
         act="dynamic" if spec.act == "dynamic" else "none",
         act_tile=spec.act_tile,
+        transposed=spec.transposed,
         out_dtype=spec.out_dtype,
     )
 

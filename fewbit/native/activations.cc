@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 
+#include "bf16.h"
 #include "fixed_point.h"
 
 namespace fewbit {
@@ -70,13 +71,6 @@ void InterleaveRows(int rows, int64_t length, int64_t padded, const Load& load, 
 }
 
 }  // namespace
-
-float FromBf16(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
 
 Activations TakeActivations(const Plan& plan, const Matmul& m) {
   const auto rows = static_cast<size_t>(m.rows), quads = static_cast<size_t>(plan.quads);

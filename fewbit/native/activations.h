@@ -21,8 +21,6 @@ struct Activations {
   int16_t* digits;
 };
 
-float FromBf16(uint16_t half);
-
 // All bytes that `activations` needs are taken from the scratch of the calling thread.
 Activations TakeActivations(const Plan& plan, const Matmul& matmul);
 

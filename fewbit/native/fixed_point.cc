@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "bf16.h"
+
 namespace fewbit {
 namespace {
 

@@ -19,6 +19,7 @@ struct Avx2 {
   struct F {
     __m256 a, b;
   };
+  using D = __m256;
   // Two registers of eight values: a permutation reaches eight.
   struct Table {
     __m256 low, high;
@@ -28,8 +29,9 @@ struct Avx2 {
   static constexpr int kIntRows = 6, kIntVectors = 1;
   static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr int kDotRows = 3, kDotLanes = 8;
   static constexpr bool kPanelIsUnpacked = false;
-  static constexpr bool kOwnTable = true;
+  static constexpr bool kOwnTable = true, kOwnTableDots = true;
 
   static I LoadI(const void* p) {
     const __m256i* v = static_cast<const __m256i*>(p);
@@ -98,6 +100,21 @@ struct Avx2 {
     return {LookUpHalf(table, index.a), LookUpHalf(table, index.b)};
   }
 
+  static D ZeroD() { return _mm256_setzero_ps(); }
+  static D LoadD(const float* p) { return _mm256_loadu_ps(p); }
+  static void StoreD(float* p, D v) { _mm256_storeu_ps(p, v); }
+  static D FmaD(D x, D y, D z) { return _mm256_fmadd_ps(x, y, z); }
+  static D AddDot(D sum, F x, F y) { return FmaD(x.b, y.b, FmaD(x.a, y.a, sum)); }
+  static void StoreParts(float* p, int step, F v) {
+    _mm256_storeu_ps(p, v.a);
+    _mm256_storeu_ps(p + step, v.b);
+  }
+  static void AddTotals(const D (&v)[4], float* out) {
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), four));
+  }
+
   // Codes of 8 bits as two vectors of 16-bit numbers; vpmaddubsw would saturate on them.
   static constexpr int Words(int bits) { return bits == 8 ? 2 : 1; }
   // How many quads' sums of two products u * a, |a| <= 128, fit 16 bits. 0: summed in 32 at once.
@@ -152,8 +169,22 @@ struct Avx2 {
       bytes[2] = _mm256_broadcastsi128_si256(_mm_unpacklo_epi64(c, d));
       bytes[3] = _mm256_broadcastsi128_si256(_mm_unpackhi_epi64(c, d));
     }
+    // The values of a quad of 8 columns: vector c has the four of column c in its low half, those
+    // of column c + 4 in its high half.
+    void LookUp(__m256i index, __m256 (&w)[4]) const {
+      const __m256i b0 = _mm256_shuffle_epi8(bytes[0], index);
+      const __m256i b1 = _mm256_shuffle_epi8(bytes[1], index);
+      const __m256i b2 = _mm256_shuffle_epi8(bytes[2], index);
+      const __m256i b3 = _mm256_shuffle_epi8(bytes[3], index);
+      const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), high0 = _mm256_unpacklo_epi8(b2, b3);
+      const __m256i low1 = _mm256_unpackhi_epi8(b0, b1), high1 = _mm256_unpackhi_epi8(b2, b3);
+      w[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low0, high0));
+      w[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low0, high0));
+      w[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(low1, high1));
+      w[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(low1, high1));
+    }
   };
-  // Column c of 8 has its four sums in the low (c < 4) or high half of vector c % 4.
+  // The sums lie as the values that WideTable looks up.
   struct TableSums {
     __m256 sum[2][4];
 
@@ -178,24 +209,74 @@ struct Avx2 {
 
    private:
     static void AddQuad(const WideTable& table, __m256i index, __m256 x, __m256* sum) {
-      const __m256i b0 = _mm256_shuffle_epi8(table.bytes[0], index);
-      const __m256i b1 = _mm256_shuffle_epi8(table.bytes[1], index);
-      const __m256i b2 = _mm256_shuffle_epi8(table.bytes[2], index);
-      const __m256i b3 = _mm256_shuffle_epi8(table.bytes[3], index);
-      const __m256i low0 = _mm256_unpacklo_epi8(b0, b1), high0 = _mm256_unpacklo_epi8(b2, b3);
-      const __m256i low1 = _mm256_unpackhi_epi8(b0, b1), high1 = _mm256_unpackhi_epi8(b2, b3);
-      sum[0] = Fused(_mm256_unpacklo_epi16(low0, high0), x, sum[0]);
-      sum[1] = Fused(_mm256_unpackhi_epi16(low0, high0), x, sum[1]);
-      sum[2] = Fused(_mm256_unpacklo_epi16(low1, high1), x, sum[2]);
-      sum[3] = Fused(_mm256_unpackhi_epi16(low1, high1), x, sum[3]);
-    }
-    static __m256 Fused(__m256i w, __m256 x, __m256 sum) {
-      return _mm256_fmadd_ps(_mm256_castsi256_ps(w), x, sum);
+      __m256 w[4];
+      table.LookUp(index, w);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) {
+        sum[c] = _mm256_fmadd_ps(w[c], x, sum[c]);
+      }
     }
     static __m256 Columns(const __m256* s) {
       return _mm256_hadd_ps(_mm256_hadd_ps(s[0], s[1]), _mm256_hadd_ps(s[2], s[3]));
     }
   };
+
+  // The transposed product from the same look-up, with k along the lanes: each number of a row
+  // of g is spread as the values of its column lie, and a quad's sums are one vector.
+  static void SpreadColumns(const float* g, float* out) {
+    for (int c = 0; c < kPanel; c += 8) {
+      const __m256 x = _mm256_loadu_ps(g + c);
+      _mm256_storeu_ps(out + c * 4, _mm256_permute_ps(x, 0x00));
+      _mm256_storeu_ps(out + c * 4 + 8, _mm256_permute_ps(x, 0x55));
+      _mm256_storeu_ps(out + c * 4 + 16, _mm256_permute_ps(x, 0xaa));
+      _mm256_storeu_ps(out + c * 4 + 24, _mm256_permute_ps(x, 0xff));
+    }
+  }
+  // A row of words: two quads of 64 columns.
+  template <int kRows>
+  static void AddTableDots(const WideTable& table, const uint8_t* words,
+                           const float (*g)[kPanel * 4], float* sums, int64_t row_stride) {
+    constexpr int kChains = kRows == 1 ? 2 : 1;  // else one row would wait for its own sums
+    const __m256i low = _mm256_set1_epi8(0x0f);
+    __m256 sum[kRows][2][2];
+#pragma GCC unroll 4
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        sum[m][h][0] = _mm256_loadu_ps(sums + m * row_stride + h * 8);
+        sum[m][h][1] = _mm256_setzero_ps();
+      }
+    }
+    for (int v = 0; v < 8; ++v) {
+      const __m256i word = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(words) + v);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        __m256 w[4];
+        table.LookUp(_mm256_and_si256(h == 0 ? word : _mm256_srli_epi16(word, 4), low), w);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+#pragma GCC unroll 4
+          for (int m = 0; m < kRows; ++m) {
+            __m256& chain = sum[m][h][c % kChains];
+            chain = _mm256_fmadd_ps(w[c], _mm256_loadu_ps(g[m] + v * 32 + c * 8), chain);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        float* at = sums + m * row_stride + h * 8;
+        _mm256_storeu_ps(
+            at, kChains == 1 ? sum[m][h][0] : _mm256_add_ps(sum[m][h][0], sum[m][h][1]));
+      }
+    }
+  }
+  static void AddTableTotals(const float* sums, float* out) {
+    const __m128 four = _mm_add_ps(_mm_loadu_ps(sums), _mm_loadu_ps(sums + 4));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), four));
+  }
 
  private:
   static I Even(I quad) { return And(quad, SetI(0x00ff00ff)); }

@@ -17,14 +17,16 @@ namespace {
 struct Avx512 {
   using I = __m512i;
   using F = __m512;
+  using D = __m512;
   using Table = __m512;
 
   static constexpr int kFloatRows = 6, kFloatVectors = 4;
   static constexpr int kIntRows = 4, kIntVectors = 4;
   static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr int kDotRows = 6, kDotLanes = 16;
   static constexpr bool kPanelIsUnpacked = true;
-  static constexpr bool kOwnTable = false;
+  static constexpr bool kOwnTable = false, kOwnTableDots = false;
 
   static I LoadI(const void* p) { return _mm512_loadu_si512(p); }
   static void StoreI(int32_t* p, I v) { _mm512_storeu_si512(p, v); }
@@ -67,6 +69,19 @@ struct Avx512 {
   static Table LoadTable(const float* p) { return _mm512_loadu_ps(p); }
   static F LookUp(const Table& table, I index) { return _mm512_permutexvar_ps(index, table); }
 
+  static D ZeroD() { return _mm512_setzero_ps(); }
+  static D LoadD(const float* p) { return _mm512_loadu_ps(p); }
+  static void StoreD(float* p, D v) { _mm512_storeu_ps(p, v); }
+  static D FmaD(D x, D y, D z) { return _mm512_fmadd_ps(x, y, z); }
+  static D AddDot(D sum, F x, F y) { return FmaD(x, y, sum); }
+  static void StoreParts(float* p, int, F v) { StoreF(p, v); }
+  static void AddTotals(const D (&v)[4], float* out) {
+    const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(Halved(v[0]), Halved(v[1])),
+                                       _mm256_hadd_ps(Halved(v[2]), Halved(v[3])));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), four));
+  }
+
   static constexpr int Words(int) { return 1; }
   static constexpr int Span(int) { return 0; }
   template <int kBits>
@@ -79,6 +94,12 @@ struct Avx512 {
   }
   static I DotWord(I sum, I w, int32_t a) {
     return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(a));
+  }
+
+ private:
+  static __m256 Halved(D v) {
+    const __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(v), 1);
+    return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(high));
   }
 };
 

@@ -27,14 +27,16 @@ struct Portable {
   struct F {
     F4 a, b, c, d;
   };
+  using D = F4;
   using Table = const float*;
 
   static constexpr int kFloatRows = 2, kFloatVectors = 1;
   static constexpr int kIntRows = 2, kIntVectors = 1;
   static constexpr int kPlaneRows = 2;
   static constexpr int kStreamRows = 1, kStreamVectors = 1;
+  static constexpr int kDotRows = 2, kDotLanes = 4;
   static constexpr bool kPanelIsUnpacked = false;
-  static constexpr bool kOwnTable = true;
+  static constexpr bool kOwnTable = true, kOwnTableDots = false;
 
   static I LoadI(const void* p) { return Load<I>(p); }
   static void StoreI(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
@@ -108,6 +110,25 @@ struct Portable {
   static F LookUp(Table table, I index) {
     return {LookUp4(table, index.a), LookUp4(table, index.b), LookUp4(table, index.c),
             LookUp4(table, index.d)};
+  }
+
+  static D ZeroD() { return D{0, 0, 0, 0}; }
+  static D LoadD(const float* p) { return Load<D>(p); }
+  static void StoreD(float* p, D v) { std::memcpy(p, &v, sizeof v); }
+  static D FmaD(D x, D y, D z) { return x * y + z; }
+  static D AddDot(D sum, F x, F y) {
+    return sum + x.a * y.a + x.b * y.b + (x.c * y.c + x.d * y.d);
+  }
+  static void StoreParts(float* p, int step, F v) {
+    StoreD(p, v.a);
+    StoreD(p + step, v.b);
+    StoreD(p + 2 * step, v.c);
+    StoreD(p + 3 * step, v.d);
+  }
+  static void AddTotals(const D (&v)[4], float* out) {
+    for (int i = 0; i < 4; ++i) {
+      out[i] += (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+    }
   }
 
   // A byte holds the codes of k and k + 4 of one column: a table of pairs looks up both at once.

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "activations.h"
+#include "bf16.h"
 #include "matmul_plan.h"
 
 namespace fewbit {
@@ -18,15 +19,6 @@ constexpr int64_t kBlockBytes = 64 * 1024;
 // Row tiles that go over all strips of a piece together: their activations (6 rows of 512 floats
 // each) should stay in the L2 cache beside the unpacked piece.
 constexpr size_t kTilesAtOnce = 16;
-
-uint16_t ToBf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  if (std::isnan(value)) {
-    return static_cast<uint16_t>(bits >> 16 | 0x40);
-  }
-  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 class Run {
  public:
@@ -98,18 +90,11 @@ class Run {
   bool Raw() const { return m_.out_type == Element::kS32; }
 
   Panel PanelAt(int64_t index) const {
-    static constexpr int64_t kScaleBytes[] = {4, 2, 2, 1, 1};
-    const int64_t per_group = index * m_.groups * kPanel;
-    return {m_.data + index * (plan_.quads / kBlockQuads) * m_.format->bits * kPanel * 4,
-            m_.scale + per_group * kScaleBytes[m_.scale_type],
-            m_.zero == nullptr ? nullptr : m_.zero + per_group,
-            m_.format->table,
-            m_.format->pairs,
-            plan_.segment_quads.data(),
-            plan_.segment_group.data(),
-            plan_.segments(),
-            m_.format->zero,
-            m_.scale_type};
+    Panel panel = PanelOf(m_, index);
+    panel.segment_quads = plan_.segment_quads.data();
+    panel.segment_group = plan_.segment_group.data();
+    panel.segments = plan_.segments();
+    return panel;
   }
 
   Space TakeSpace(int64_t rows) const {

@@ -7,6 +7,7 @@
 #include "exports.h"
 #include "isa.h"
 #include "matmul.h"
+#include "matmul_transposed.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -97,6 +98,7 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Attributes {
   std::string_view format;
   int64_t k, n, group, act, act_tile;
+  bool transposed;  // x is [rows, n] and the result [rows, k]
 };
 
 struct Operands {
@@ -113,6 +115,7 @@ void CheckAttributes(const Attributes& at) {
   Require(at.act_tile == 0 || at.act_tile == at.group,
           "act_tile must be 0 (one scale per row) or equal to group=" + std::to_string(at.group) +
               ", not " + std::to_string(at.act_tile));
+  Require(!at.transposed || at.act == 0, "a transposed product has float x: act must be 0");
 }
 
 void FillWeight(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
@@ -158,13 +161,16 @@ void FillWeight(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
 }
 
 void FillActivations(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
-  constexpr char kTypes[] = "float32, bfloat16 or int8";
+  const char* types = at.transposed ? "float32 or bfloat16" : "float32, bfloat16 or int8";
   const auto dims = in.x.dimensions();
-  m->x_type = ElementOf(in.x.element_type(), "x", kTypes);
-  Require(m->x_type == Element::kF32 || m->x_type == Element::kBf16 || m->x_type == Element::kS8,
-          std::string("x must be ") + kTypes);
-  Require(dims.size() == 2 && dims[1] == at.k,
-          "x must be [rows, k=" + std::to_string(at.k) + "] but has the shape " + Show(dims));
+  m->x_type = ElementOf(in.x.element_type(), "x", types);
+  Require(m->x_type == Element::kF32 || m->x_type == Element::kBf16 ||
+              (m->x_type == Element::kS8 && !at.transposed),
+          std::string("x must be ") + types);
+  const int64_t length = at.transposed ? at.n : at.k;
+  Require(dims.size() == 2 && dims[1] == length,
+          std::string("x must be [rows, ") + (at.transposed ? "n=" : "k=") +
+              std::to_string(length) + "] but has the shape " + Show(dims));
   m->x = in.x.untyped_data();
   m->rows = dims[0];
   const bool codes = m->x_type == Element::kS8;
@@ -198,13 +204,15 @@ void FillActivations(const Operands& in, const Attributes& at, fewbit::Matmul* m
 
 void FillResult(ffi::Result<ffi::AnyBuffer>& result, const Attributes& at, int64_t rows,
                 fewbit::Matmul* m) {
-  constexpr char kTypes[] = "float32, bfloat16 or int32";
+  const char* types = at.transposed ? "float32 or bfloat16" : "float32, bfloat16 or int32";
   const auto dims = result->dimensions();
-  m->out_type = ElementOf(result->element_type(), "the result", kTypes);
-  Require(m->out_type != Element::kF16 && m->out_type != Element::kS8,
-          std::string("the result must be ") + kTypes);
-  Require(dims.size() == 2 && dims[0] == rows && dims[1] == at.n,
-          "the result must be [" + std::to_string(rows) + "," + std::to_string(at.n) +
+  m->out_type = ElementOf(result->element_type(), "the result", types);
+  Require(m->out_type == Element::kF32 || m->out_type == Element::kBf16 ||
+              (m->out_type == Element::kS32 && !at.transposed),
+          std::string("the result must be ") + types);
+  const int64_t width = at.transposed ? at.k : at.n;
+  Require(dims.size() == 2 && dims[0] == rows && dims[1] == width,
+          "the result must be [" + std::to_string(rows) + "," + std::to_string(width) +
               "] but has the shape " + Show(dims));
   m->out = result->untyped_data();
 }
@@ -213,9 +221,9 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer tensor_scale,
                     ffi::AnyBuffer layer, ffi::AnyBuffer act_scale,
                     ffi::Result<ffi::AnyBuffer> result, std::string_view format, int64_t k,
-                    int64_t n, int64_t group, int64_t act, int64_t act_tile) {
+                    int64_t n, int64_t group, int64_t act, int64_t act_tile, bool transposed) {
   try {
-    const Attributes at{format, k, n, group, act, act_tile};
+    const Attributes at{format, k, n, group, act, act_tile, transposed};
     const Operands in{x, data, scale, zero, tensor_scale, layer, act_scale};
     fewbit::Matmul m{};
     m.format = fewbit::FindFormat(format.data(), format.size());
@@ -236,8 +244,13 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
     fewbit::Workers workers;
     workers.threads = std::min<int64_t>(pool.num_threads(), fewbit::UsableCpus());
     workers.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-    const std::string problem = fewbit::RunMatmul(*fewbit::ChosenIsa().kernels, workers, m);
-    Require(problem.empty(), problem);
+    const fewbit::Kernels& kernels = *fewbit::ChosenIsa().kernels;
+    if (transposed) {
+      fewbit::RunTransposed(kernels, workers, m);
+    } else {
+      const std::string problem = fewbit::RunMatmul(kernels, workers, m);
+      Require(problem.empty(), problem);
+    }
   } catch (const Refused& refused) {
     return ffi::Error::InvalidArgument("fewbit matmul: " + refused.why);
   } catch (const std::exception& error) {
@@ -265,4 +278,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fewbit_matmul, Multiply,
                                   .Attr<int64_t>("n")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("act")
-                                  .Attr<int64_t>("act_tile"));
+                                  .Attr<int64_t>("act_tile")
+                                  .Attr<bool>("transposed"));

@@ -107,6 +107,33 @@ struct TileInt {
   bool raw;               // the integer sums themselves, in `partial`
 };
 
+// The transposed product g · Wᵀ sums over columns, which lie along the lanes: a sum of one k is
+// `dot_lanes` numbers until its end. Segments are those of a strip of k that starts at a block.
+
+// Few rows: a panel is decoded on the way.
+struct StreamDots {
+  Panel panel;
+  const float* g;         // [rows][g_stride], from the panel's first column
+  int64_t g_stride;
+  int64_t quads;          // of the strip
+  float* sums;            // room for [rows][4 * quads][dot_lanes], added to; for `add_lanes`
+};
+
+// Many rows: a strip of some panels is decoded into scratch once, and row tiles run over it.
+struct UnpackDots {
+  Panel panel;
+  float* floats;          // [quad][64 / dot_lanes][4][dot_lanes], scales applied
+  int64_t quad_stride;    // floats from one quad to the next, with those of other panels between
+};
+
+struct TileDots {
+  const float* a;         // [panels * 64 / dot_lanes][rows][dot_lanes]
+  const float* b;         // [panels * 64 / dot_lanes][4][dot_lanes]: one quad
+  int64_t panels;
+  float* c;               // [rows][c_stride], four numbers in each, added to
+  int64_t c_stride;
+};
+
 struct QuantizeRow {
   const float* x;         // [length]
   int64_t length;
@@ -122,6 +149,7 @@ struct Kernels {
   int plane_rows;                   // integer rows that `stream_int` takes for rows of floats
   int float_rows, float_vectors;    // a tile of the float product; a strip has that many vectors
   int int_rows, int_vectors;
+  int dot_rows, dot_lanes;
   int words[9];                     // by bits: words per activation quad (and weight quad)
   bool panel_is_unpacked[9];        // by bits: a panel already is what `unpack_int` would make
   void (*quantize_row)(const QuantizeRow&);
@@ -133,6 +161,10 @@ struct Kernels {
   void (*unpack_int[8])(const Unpack&);
   void (*tile_float[kMaxTileRows])(const TileFloat&);
   void (*tile_int[8][kMaxTileRows])(const TileInt&);
+  void (*stream_dots[kDecodings][kMaxStreamRows])(const StreamDots&);
+  void (*add_lanes[kDecodings])(const float* sums, int64_t quads, float* out);  // added to
+  void (*unpack_dots[kDecodings])(const UnpackDots&);
+  void (*tile_dots[kMaxTileRows])(const TileDots&);
 };
 
 extern const Kernels kPortableKernels;

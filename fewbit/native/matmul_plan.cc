@@ -62,21 +62,47 @@ void CutPieces(Plan* plan) {
 
 void CutRows(const Kernels& kernels, int64_t threads, const Matmul& m, Plan* plan) {
   const int height = plan->integers ? kernels.int_rows : kernels.float_rows;
-  const int64_t count = plan->stream ? m.rows : CeilDiv(m.rows, height);
-  for (int64_t t = 0, row = 0; t < count; ++t) {  // of equal height, give or take one row
-    const int64_t end = m.rows * (t + 1) / count;
-    plan->tiles.push_back({row, static_cast<int>(end - row)});
-    row = end;
-  }
-  int64_t blocks = CeilDiv(m.rows, kMostRows);
-  if (plan->panels < 4 * threads) {
-    const int64_t wanted = CeilDiv(4 * threads, std::max<int64_t>(plan->panels, 1));
-    blocks = std::max(blocks, std::min(wanted, CeilDiv(m.rows, kFewestRows)));
-  }
+  plan->tiles = CutTiles(m.rows, plan->stream ? 1 : height);
+  const int64_t count = static_cast<int64_t>(plan->tiles.size());
+  const int64_t blocks = RowBlocks(m.rows, plan->panels, threads);
   plan->tiles_per_block = plan->stream ? count : CeilDiv(count, std::max<int64_t>(blocks, 1));
 }
 
 }  // namespace
+
+std::vector<Tile> CutTiles(int64_t rows, int64_t height) {
+  std::vector<Tile> tiles;
+  const int64_t count = CeilDiv(rows, height);
+  for (int64_t t = 0, row = 0; t < count; ++t) {
+    const int64_t end = rows * (t + 1) / count;
+    tiles.push_back({row, static_cast<int>(end - row)});
+    row = end;
+  }
+  return tiles;
+}
+
+int64_t RowBlocks(int64_t rows, int64_t columns_of_work, int64_t threads) {
+  const int64_t blocks = CeilDiv(rows, kMostRows);
+  if (columns_of_work >= 4 * threads) {
+    return blocks;
+  }
+  const int64_t wanted = CeilDiv(4 * threads, std::max<int64_t>(columns_of_work, 1));
+  return std::max(blocks, std::min(wanted, CeilDiv(rows, kFewestRows)));
+}
+
+Panel PanelOf(const Matmul& m, int64_t index) {
+  static constexpr int64_t kScaleBytes[] = {4, 2, 2, 1, 1};
+  const int64_t per_group = index * m.groups * kPanel;
+  Panel panel{};
+  panel.data = m.data + index * CeilDiv(m.k, kBlock) * m.format->bits * kPanel * 4;
+  panel.scale = m.scale + per_group * kScaleBytes[m.scale_type];
+  panel.zero = m.zero == nullptr ? nullptr : m.zero + per_group;
+  panel.table = m.format->table;
+  panel.pairs = m.format->pairs;
+  panel.shared_zero = m.format->zero;
+  panel.scale_type = m.scale_type;
+  return panel;
+}
 
 int64_t Plan::row_blocks() const {
   return CeilDiv(static_cast<int64_t>(tiles.size()), std::max<int64_t>(tiles_per_block, 1));

@@ -42,6 +42,15 @@ struct Plan {
   int64_t row_blocks() const;
 };
 
+// Rows in tiles of equal height (at most `height`), give or take one row.
+std::vector<Tile> CutTiles(int64_t rows, int64_t height);
+
+// Blocks of rows, so that `columns_of_work` blocks beside each other keep all threads busy.
+int64_t RowBlocks(int64_t rows, int64_t columns_of_work, int64_t threads);
+
+// Panel `index` of the weight, without segments.
+Panel PanelOf(const Matmul& matmul, int64_t index);
+
 Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul);
 
 }  // namespace fewbit

@@ -4,6 +4,7 @@
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
 #define FEWBIT_NATIVE_MATMUL_TABLE_H_
 
+#include "matmul_dots.h"
 #include "matmul_tiles.h"
 
 namespace fewbit {
@@ -113,6 +114,8 @@ constexpr Kernels MakeKernels(const char* name) {
       T::kFloatVectors,
       T::kIntRows,
       T::kIntVectors,
+      T::kDotRows,
+      T::kDotLanes,
       {0, T::Words(1), T::Words(2), T::Words(3), T::Words(4), T::Words(5), T::Words(6), T::Words(7),
        T::Words(8)},
       {false, false, false, false, false, false, false, false, T::kPanelIsUnpacked},
@@ -139,6 +142,21 @@ constexpr Kernels MakeKernels(const char* name) {
       {FEWBIT_TILES(1), FEWBIT_TILES(2), FEWBIT_TILES(3),
        FEWBIT_TILES(4), FEWBIT_TILES(5), FEWBIT_TILES(6),
        FEWBIT_TILES(7), FEWBIT_TILES(8)},
+      {FEWBIT_STREAM(StreamDotsRows, 0, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 1, T::kStreamRows),
+       FEWBIT_STREAM(StreamDotsRows, 2, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 3, T::kStreamRows),
+       FEWBIT_STREAM(StreamDotsRows, 4, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 5, T::kStreamRows),
+       FEWBIT_STREAM(StreamDotsRows, 6, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 7, T::kStreamRows),
+       FEWBIT_STREAM(StreamDotsRows, 8, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 9, T::kStreamRows),
+       FEWBIT_STREAM(StreamDotsRows, 10, T::kStreamRows)},
+      {AddLanes<T, 0>, AddLanes<T, 1>, AddLanes<T, 2>, AddLanes<T, 3>, AddLanes<T, 4>,
+       AddLanes<T, 5>, AddLanes<T, 6>, AddLanes<T, 7>, AddLanes<T, 8>, AddLanes<T, 9>,
+       AddLanes<T, 10>},
+      {UnpackDotsOf<T, 0>, UnpackDotsOf<T, 1>, UnpackDotsOf<T, 2>, UnpackDotsOf<T, 3>,
+       UnpackDotsOf<T, 4>, UnpackDotsOf<T, 5>, UnpackDotsOf<T, 6>, UnpackDotsOf<T, 7>,
+       UnpackDotsOf<T, 8>, UnpackDotsOf<T, 9>, UnpackDotsOf<T, 10>},
+      {TileDotsRows<T, 1>, TileDotsRows<T, 2>, TileDotsRows<T, (T::kDotRows > 2 ? 3 : 1)>,
+       TileDotsRows<T, (T::kDotRows > 3 ? 4 : 1)>, TileDotsRows<T, (T::kDotRows > 4 ? 5 : 1)>,
+       TileDotsRows<T, (T::kDotRows > 5 ? 6 : 1)>},
   };
 }
 

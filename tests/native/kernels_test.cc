@@ -12,6 +12,7 @@
 
 #include "isa.h"
 #include "matmul.h"
+#include "matmul_transposed.h"
 
 namespace fewbit {
 
@@ -67,7 +68,7 @@ struct Case {
   std::vector<float> scales;           // [groups][n]
   std::vector<uint8_t> data, zero;
   std::vector<uint16_t> half_scales;
-  std::vector<float> x;
+  std::vector<float> x, g;             // [rows][k], [rows][n]
   std::vector<int8_t> x_codes;
   std::vector<float> x_scales;         // [rows][groups]
 
@@ -103,6 +104,9 @@ struct Case {
       x.push_back(static_cast<float>(Random(-1000, 1000)) / 333.0f);
       x_codes.push_back(static_cast<int8_t>(Random(-128, 127)));
     }
+    for (int64_t i = 0; i < rows * n; ++i) {
+      g.push_back(static_cast<float>(Random(-1000, 1000)) / 333.0f);
+    }
     for (int64_t i = 0; i < rows * groups; ++i) {
       x_scales.push_back(static_cast<float>(Random(1, 100)) / 64.0f);
     }
@@ -127,6 +131,14 @@ struct Case {
         low += plane;
       }
     }
+  }
+
+  // The number at [i][j] of the weight; `scaled` or without its scale.
+  double At(int64_t i, int64_t j, bool scaled) const {
+    const size_t at = static_cast<size_t>((group == 0 ? 0 : i / group) * n + j);
+    double w = ValueOf(*format, codes[static_cast<size_t>(i * n + j)]);
+    w -= format->integers() ? zeros[at] : 0;
+    return w * (scaled ? scales[at] : 1.0);
   }
 
   Matmul Problem(void* out, Element out_type) const {
@@ -170,15 +182,12 @@ bool Check(const Kernels& kernels, const Workers& workers, const Case& c, bool c
       double want = 0, size = 0;
       for (int64_t i = 0; i < c.k; ++i) {
         const int64_t g = c.group == 0 ? 0 : i / c.group;
-        const size_t at = static_cast<size_t>(g * c.n + j);
-        double w = ValueOf(*c.format, c.codes[static_cast<size_t>(i * c.n + j)]);
-        w -= c.format->integers() ? c.zeros[at] : 0;
         double a = c.x[static_cast<size_t>(r * c.k + i)];
         if (codes) {
           a = c.x_codes[static_cast<size_t>(r * c.k + i)];
           a *= raw ? 1.0 : c.x_scales[static_cast<size_t>(r * c.groups + g)];
         }
-        const double product = a * w * (raw ? 1.0 : c.scales[at]);
+        const double product = a * c.At(i, j, !raw);
         want += product;
         size += std::fabs(product);
       }
@@ -202,6 +211,32 @@ bool Check(const Kernels& kernels, const Workers& workers, const Case& c, bool c
   return true;
 }
 
+bool CheckTransposed(const Kernels& kernels, const Workers& workers, const Case& c) {
+  std::vector<float> result(static_cast<size_t>(c.rows * c.k), -1.0f);
+  Matmul m = c.Problem(result.data(), Element::kF32);
+  m.x = c.g.data();
+  RunTransposed(kernels, workers, m);
+  for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t i = 0; i < c.k; ++i) {
+      double want = 0, size = 0;
+      for (int64_t j = 0; j < c.n; ++j) {
+        const double product = c.g[static_cast<size_t>(r * c.n + j)] * c.At(i, j, true);
+        want += product;
+        size += std::fabs(product);
+      }
+      const double got = result[static_cast<size_t>(r * c.k + i)];
+      if (!(std::fabs(got - want) <= 2e-6 * size)) {
+        std::printf("%s %s rows=%ld k=%ld n=%ld group=%ld transposed: [%ld,%ld] is %.9g, not %.9g\n",
+                    kernels.name, c.format->name, static_cast<long>(c.rows),
+                    static_cast<long>(c.k), static_cast<long>(c.n), static_cast<long>(c.group),
+                    static_cast<long>(r), static_cast<long>(i), got, want);
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 int64_t CheckAll(const Kernels& kernels, bool* good) {
   const char* names[] = {"int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8", "uint4",
                          "uint8", "nf4", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"};
@@ -209,7 +244,7 @@ int64_t CheckAll(const Kernels& kernels, bool* good) {
     int64_t rows, k, n, group;
   } shapes[] = {{1, 37, 1, 0},   {2, 96, 65, 32},   {3, 100, 64, 16}, {4, 70, 3, 16},
                 {5, 600, 66, 0}, {6, 1100, 5, 128}, {13, 33, 70, 16}, {7, 64, 130, 64},
-                {1, 530, 20, 16}, {11, 1500, 9, 0}};
+                {1, 530, 20, 16}, {11, 1500, 9, 0}, {5, 40, 600, 16}, {100, 33, 5, 32}};
   int64_t count = 0;
   for (const char* name : names) {
     const Format* format = FindFormat(name, std::strlen(name));
@@ -220,7 +255,8 @@ int64_t CheckAll(const Kernels& kernels, bool* good) {
           Team team(threads);
           *good = Check(kernels, team.workers, c, false, false) && *good;
           *good = Check(kernels, team.workers, c, true, false) && *good;
-          count += 2;
+          *good = CheckTransposed(kernels, team.workers, c) && *good;
+          count += 3;
           if (format->integers() && c.groups == 1) {
             *good = Check(kernels, team.workers, c, true, true) && *good;
             ++count;
