@@ -113,6 +113,8 @@ struct QuantizeRow {
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
 
+struct ConvKernels;  // conv_kernels.h
+
 struct Kernels {
   const char* name;
   int stream_rows;
@@ -129,6 +131,7 @@ struct Kernels {
   void (*unpack_int[8])(const Unpack&);
   void (*tile_float[kMaxTileRows])(const TileFloat&);
   void (*tile_int[8][kMaxTileRows])(const TileInt&);
+  const ConvKernels* conv;
 };
 
 extern const Kernels kPortableKernels;
