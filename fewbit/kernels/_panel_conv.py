@@ -155,8 +155,11 @@ def _shape(x: Any, *rest: Any, spec: Convolution) -> Any:
 def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convolution) -> Any:
     common: dict[str, Any] = dict(window=spec.window, act=spec.act, out_dtype=spec.out_dtype)
     if spec.qtype is None:
-        return channel_conv(x, *weight[:2], act_scale, **common)
-    return conv(x, *weight, act_scale, qtype=spec.qtype, n=spec.n, group=spec.tile, **common)
+        matrix, scale, _ = weight
+        return channel_conv(x, matrix, scale, act_scale, **common)
+    data, scale, zero, tensor, layer = weight
+    common |= dict(qtype=spec.qtype, n=spec.n, group=spec.tile)
+    return conv(x, data, scale, zero, tensor, layer, act_scale, **common)
 
 
 def _native(*operands: jax.Array, spec: Convolution) -> jax.Array:

@@ -19,7 +19,21 @@ constexpr int64_t kShallow = 8;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What all blocks of work read. `Value` is float, or a word of int8 codes.
+// Short runs, for which calling memcpy would cost more than the copy.
+void CopyRun(const char* from, size_t bytes, char* to) {
+  if (bytes < 16) {
+    for (size_t i = 0; i < bytes; ++i) {
+      to[i] = from[i];
+    }
+    return;
+  }
+  for (size_t i = 0; i + 16 < bytes; i += 16) {
+    std::memcpy(to + i, from + i, 16);
+  }
+  std::memcpy(to + bytes - 16, from + bytes - 16, 16);
+}
+
+// What all blocks of work read.
 struct Source {
   Images images;
   const int32_t* words;      // of the codes, where they are not the codes themselves
@@ -166,23 +180,14 @@ class Run {
         space.taps[r] = space.patches + r * tap_ * 4;
       }
     }
-    const int64_t depth = w_.depth();
-    const size_t size = plan_.integers ? 1 : 4, bytes = static_cast<size_t>(depth) * size;
+    const size_t size = plan_.integers ? 1 : 4;
     const char* x = plan_.integers ? reinterpret_cast<const char*>(source.images.codes)
                                    : reinterpret_cast<const char*>(source.images.floats);
-    ForTaps(first_row, rows, [&](int64_t r, int64_t tap, int64_t pixel) {
+    x += static_cast<size_t>(group * w_.depth()) * size;
+    for (int64_t r = 0; r < rows; ++r) {
       char* row = plan_.integers ? reinterpret_cast<char*>(space.codes)
                                  : space.patches + r * tap_ * 4;
-      char* to = row + static_cast<size_t>(tap) * bytes;
-      if (pixel < 0) {
-        std::memset(to, 0, bytes);
-      } else {
-        const char* from = x + static_cast<size_t>(pixel * w_.channels + group * depth) * size;
-        std::memcpy(to, from, bytes);
-      }
-      if (tap + 1 < w_.all_taps()) {
-        return;
-      }
+      WritePatch(x, first_row + r, size, row);
       std::memset(row + static_cast<size_t>(m_.k) * size, 0,
                   static_cast<size_t>(plan_.quads * 4 - m_.k) * size);
       if (plan_.integers) {
@@ -194,8 +199,39 @@ class Run {
           std::memcpy(words, space.codes, static_cast<size_t>(plan_.quads) * 4);
         }
       }
-    });
+    }
     ScaleSums(rows, space);
+  }
+
+  // One row of k values, `size` bytes each: the taps of a line lie together unless dilated.
+  void WritePatch(const char* x, int64_t row, size_t size, char* to) const {
+    const int64_t image = row / w_.outputs(), place = row % w_.outputs();
+    const int64_t top = place / w_.out[1] * w_.strides[0] - w_.low[0];
+    const int64_t left = place % w_.out[1] * w_.strides[1] - w_.low[1];
+    const bool together = w_.groups == 1 && w_.dilation[1] == 1;
+    const int64_t runs = together ? 1 : w_.taps[1], run = together ? w_.taps[1] : 1;
+    const size_t tap = static_cast<size_t>(w_.depth()) * size;
+    const size_t pixel = static_cast<size_t>(w_.channels) * size;
+    for (int64_t ty = 0, y = top; ty < w_.taps[0]; ++ty, y += w_.dilation[0]) {
+      for (int64_t i = 0, from = left; i < runs; ++i, from += w_.dilation[1]) {
+        const bool seen = y >= 0 && y < w_.height;
+        const int64_t first = seen ? std::min(std::max<int64_t>(from, 0), from + run) : from + run;
+        const int64_t end = std::max(std::min(from + run, w_.width), first);
+        const auto zeros = [&to, tap](int64_t taps) {
+          if (taps > 0) {
+            std::memset(to, 0, static_cast<size_t>(taps) * tap);
+            to += static_cast<size_t>(taps) * tap;
+          }
+        };
+        zeros(first - from);
+        if (end > first) {
+          const int64_t at = (image * w_.height + y) * w_.width + first;
+          CopyRun(x + static_cast<size_t>(at) * pixel, static_cast<size_t>(end - first) * tap, to);
+          to += static_cast<size_t>(end - first) * tap;
+        }
+        zeros(from + run - end);
+      }
+    }
   }
 
   void ScaleSums(int64_t rows, const Space& space) const {

@@ -91,35 +91,47 @@ class Run {
       const int64_t channel = first_channel + std::min(lane, lanes - 1);
       source[lane] = channel / per_group * depth;
     }
+    // Depthwise: an output channel's input is the channel of its own number.
     const bool straight = depth == 1 && per_group == 1 && lanes == kLanes;
-    for (int64_t y = top[0]; y < top[0] + seen[0]; ++y) {
-      for (int64_t x = top[1]; x < top[1] + seen[1]; ++x, out += depth * kLanes) {
-        if (y < 0 || y >= w_.height || x < 0 || x >= w_.width) {
-          std::fill(out, out + depth * kLanes, 0.0f);
-          continue;
-        }
-        const int64_t at = ((image * w_.height + y) * w_.width + x) * w_.channels;
-        if (images_.codes != nullptr) {
-          Spread(images_.codes + at, source, straight, out);
-        } else {
-          Spread(images_.floats + at, source, straight, out);
-        }
+    const bool one_source = source[0] == source[kLanes - 1];
+    const int64_t pixel = depth * kLanes;
+    const int64_t begin = std::min(std::max<int64_t>(top[1], 0), top[1] + seen[1]);
+    const int64_t end = std::max(std::min(top[1] + seen[1], w_.width), begin);
+    for (int64_t y = top[0]; y < top[0] + seen[0]; ++y, out += seen[1] * pixel) {
+      if (y < 0 || y >= w_.height || begin == end) {
+        std::fill(out, out + seen[1] * pixel, 0.0f);
+        continue;
+      }
+      std::fill(out, out + (begin - top[1]) * pixel, 0.0f);
+      std::fill(out + (end - top[1]) * pixel, out + seen[1] * pixel, 0.0f);
+      float* to = out + (begin - top[1]) * pixel;
+      const int64_t at = ((image * w_.height + y) * w_.width + begin) * w_.channels;
+      if (straight) {
+        const int64_t first = at + first_channel;
+        kernels_.conv->channel_line(
+            {images_.floats == nullptr ? nullptr : images_.floats + first,
+             images_.codes == nullptr ? nullptr : images_.codes + first, w_.channels, end - begin,
+             to});
+      } else if (images_.codes != nullptr) {
+        Spread(images_.codes + at, end - begin, source, one_source, to);
+      } else {
+        Spread(images_.floats + at, end - begin, source, one_source, to);
       }
     }
   }
 
   template <class Value>
-  void Spread(const Value* pixel, const int64_t (&source)[kLanes], bool straight,
+  void Spread(const Value* pixel, int64_t pixels, const int64_t (&source)[kLanes], bool one_source,
               float* out) const {
-    if (straight) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        out[lane] = static_cast<float>(pixel[source[0] + lane]);
-      }
-      return;
-    }
-    for (int64_t i = 0; i < w_.depth(); ++i, out += kLanes) {
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        out[lane] = static_cast<float>(pixel[source[lane] + i]);
+    for (int64_t p = 0; p < pixels; ++p, pixel += w_.channels) {
+      for (int64_t i = 0; i < w_.depth(); ++i, out += kLanes) {
+        if (one_source) {
+          std::fill(out, out + kLanes, static_cast<float>(pixel[source[0] + i]));
+          continue;
+        }
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+          out[lane] = static_cast<float>(pixel[source[lane] + i]);
+        }
       }
     }
   }

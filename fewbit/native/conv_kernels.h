@@ -54,6 +54,15 @@ struct ChannelTile {
   float* out;                  // [outputs][16]
 };
 
+// Sixteen neighbouring channels of the pixels of a line, as floats [pixels][16].
+struct ChannelLine {
+  const float* floats;         // one of the two
+  const int8_t* codes;
+  int64_t stride;              // from pixel to pixel
+  int64_t pixels;
+  float* out;
+};
+
 // Part of an image that shares one scale.
 struct QuantizePart {
   const float* x;
@@ -68,6 +77,7 @@ struct ConvKernels {
   void (*tile_int[8][kMaxTileRows])(const ConvTileInt&);
   void (*tile_float[kMaxTileRows])(const ConvTileFloat&);
   void (*channel_tile[kMaxTileRows])(const ChannelTile&);
+  void (*channel_line)(const ChannelLine&);
   void (*finish)(const ConvFinish&);
   void (*widen)(const int8_t* codes, int64_t quads, int32_t* words);  // two words per quad
   int32_t (*sum)(const int8_t* codes, int64_t count);

@@ -175,6 +175,20 @@ void ChannelTileOutputs(const ChannelTile& t) {
   }
 }
 
+void FloatsOfLine(const ChannelLine& line) {
+  float* out = line.out;
+  for (int64_t p = 0; p < line.pixels; ++p, out += kLanes) {
+    if (line.codes == nullptr) {
+      std::memcpy(out, line.floats + p * line.stride, kLanes * sizeof(float));
+      continue;
+    }
+    const int8_t* codes = line.codes + p * line.stride;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      out[lane] = static_cast<float>(codes[lane]);
+    }
+  }
+}
+
 template <class T>
 void Finish(const ConvFinish& f) {
   for (int64_t r = 0; r < f.rows; ++r) {
@@ -256,6 +270,7 @@ constexpr ConvKernels MakeConvKernels() {
        ChannelTileOutputs<T, (T::kFloatRows > 3 ? 4 : 1)>,
        ChannelTileOutputs<T, (T::kFloatRows > 4 ? 5 : 1)>,
        ChannelTileOutputs<T, (T::kFloatRows > 5 ? 6 : 1)>},
+      FloatsOfLine,
       Finish<T>,
       WidenCodes,
       SumOfCodes,
