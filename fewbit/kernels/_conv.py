@@ -58,6 +58,7 @@ def conv(
     *,
     qtype: str,
     window: Window,
+    k: int,
     n: int,
     group: int,
     act: str = "none",
@@ -78,6 +79,7 @@ def conv(
       act_scale: float32 [N or 1] for int8 codes; [0] for a float x.
       qtype: name of the weight's format.
       window: taps, strides, padding, dilation and groups.
+      k: values that an output sums over: taps times channels of a group.
       n: output channels.
       group: k that share a weight scale; 0 for all, which int8 images need.
       act: 'dynamic' quantizes every image of a float x to int8 first, as `fewbit.quantize` does.
@@ -89,8 +91,8 @@ def conv(
     ...     scale, one = jnp.ones((1, 1, 64)), jnp.ones(())
     ...     parts = data, scale, jnp.zeros((0,), jnp.uint8), one, jnp.int32(0), jnp.zeros((0,))
     ...     window = Window((2, 2), (1, 1), ((0, 0), (0, 0)))
-    ...     out = conv(x, *parts, qtype='int8', window=window, n=3, group=0, out_dtype='float32')
-    ...     return out[0, 0, 0].tolist()
+    ...     what = dict(qtype='int8', window=window, k=32, n=3, group=0, out_dtype='float32')
+    ...     return conv(x, *parts, **what)[0, 0, 0].tolist()
     >>> convolved(jnp.ones((1, 2, 2, 8))) if native_available() else [32.0] * 3
     [32.0, 32.0, 32.0]
     """
@@ -106,6 +108,7 @@ def conv(
         format=kernel_format(qtype),
         window=window.numbers,
         groups=np.int64(window.groups),
+        k=np.int64(k),
         n=np.int64(n),
         group=np.int64(group),
         act=np.int64(act == "dynamic"),

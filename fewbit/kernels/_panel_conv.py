@@ -34,6 +34,7 @@ class Convolution:
     """What the kernel must know besides arrays."""
 
     window: Window
+    k: int
     n: int
     act: str  # 'none' | 'dynamic': images are quantized to int8 on the way | 'codes'
     out_dtype: str
@@ -71,7 +72,7 @@ def panel_conv(
         )
     out = jnp.dtype(out_dtype).name
     n = view.length("n")
-    spec = Convolution(window, n, act, out, str(weight._static[0]), view.tile)
+    spec = Convolution(window, k, n, act, out, str(weight._static[0]), view.tile)
     data, scale, zero, tensor_scale = weight.packed_parts
     stack = data.shape[: data.ndim - PACKED_AXES]
 
@@ -111,7 +112,7 @@ def plain_conv(
     [2.0, 3.0]
     """
     none = jnp.zeros((0,), jnp.float32)
-    spec = Convolution(window, weight.shape[1], act, jnp.dtype(out_dtype).name)
+    spec = Convolution(window, *weight.shape, act, jnp.dtype(out_dtype).name)
     args = (
         x,
         none if act_scale is None else act_scale,
@@ -158,7 +159,7 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convo
         matrix, scale, _ = weight
         return channel_conv(x, matrix, scale, act_scale, **common)
     data, scale, zero, tensor, layer = weight
-    common |= dict(qtype=spec.qtype, n=spec.n, group=spec.tile)
+    common |= dict(qtype=spec.qtype, k=spec.k, n=spec.n, group=spec.tile)
     return conv(x, data, scale, zero, tensor, layer, act_scale, **common)
 
 
@@ -177,16 +178,15 @@ def _native(*operands: jax.Array, spec: Convolution) -> jax.Array:
 
 def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convolution) -> jax.Array:
     shape = (*spec.window.taps, x.shape[3] // spec.window.groups, spec.n)
-    k = math.prod(shape[:3])
     images: Any = x
     if spec.act == "dynamic":
         images = quantize(x, "int8", channelwise_axes=(0,))
     elif spec.act == "codes":
         images = QArray(x, act_scale.reshape(-1, 1, 1, 1))
     if spec.act == "none":
-        out = _xla_conv(x.astype(jnp.float32), _float_kernel(weight, spec, k).reshape(shape), spec)
+        out = _xla_conv(x.astype(jnp.float32), _float_kernel(weight, spec).reshape(shape), spec)
         return out.astype(spec.out_dtype)
-    codes, scale = _codes_and_scale(weight, spec, k)
+    codes, scale = _codes_and_scale(weight, spec)
     total = _xla_conv(images.qvalue, codes.reshape(shape), spec, jnp.int32)
     total = total.astype(jnp.float32) * images.scale.astype(jnp.float32)
     return (total * scale.astype(jnp.float32).reshape(1, 1, 1, -1)).astype(spec.out_dtype)
@@ -205,26 +205,26 @@ def _xla_conv(x: jax.Array, kernel: jax.Array, spec: Convolution, dtype: Any = N
     )
 
 
-def _float_kernel(weight: Any, spec: Convolution, k: int) -> jax.Array:
+def _float_kernel(weight: Any, spec: Convolution) -> jax.Array:
     """The float32 matrix [k, n]."""
     if spec.qtype is not None:
-        return dequantize(_entry(spec, k, *weight), jnp.float32)
+        return dequantize(_entry(spec, *weight), jnp.float32)
     matrix, scale = weight[:2]
     return matrix * scale.reshape(1, -1) if scale.size else matrix
 
 
-def _codes_and_scale(weight: Any, spec: Convolution, k: int) -> tuple[jax.Array, jax.Array]:
+def _codes_and_scale(weight: Any, spec: Convolution) -> tuple[jax.Array, jax.Array]:
     """int8 codes [k, n], and the scales [n] of the columns."""
     if spec.qtype is None:
         return weight[0].astype(jnp.int8), weight[1]
-    plain = _entry(spec, k, *weight).plain()
+    plain = _entry(spec, *weight).plain()
     return plain.qvalue.astype(jnp.int8), plain.scale.reshape(-1)
 
 
-def _entry(spec: Convolution, k: int, *weight: Any) -> PanelArray:
+def _entry(spec: Convolution, *weight: Any) -> PanelArray:
     """One entry of the stack as an array [k, n]."""
     data, scale, zero, tensor, layer = weight
-    dims, groups = (k, spec.n), 1 if spec.tile == 0 else -(-k // spec.tile)
+    dims, groups = (spec.k, spec.n), 1 if spec.tile == 0 else -(-spec.k // spec.tile)
     view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
     parts = data, scale, zero if zero.size else None, tensor if spec.qtype == "nvfp4" else None
     return PanelArray(*parts, layer, static=(spec.qtype, "float32", (), "panels", view))

@@ -99,7 +99,7 @@ ffi::Error Convolve(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer tensor_scale,
                     ffi::AnyBuffer layer, ffi::AnyBuffer act_scale,
                     ffi::Result<ffi::AnyBuffer> result, std::string_view format, Numbers window,
-                    int64_t groups, int64_t n, int64_t group, int64_t act) {
+                    int64_t groups, int64_t k, int64_t n, int64_t group, int64_t act) {
   return fewbit::Checked("fewbit conv", [&] {
     fewbit::Conv conv{};
     fewbit::Matmul& m = conv.product;
@@ -110,6 +110,8 @@ ffi::Error Convolve(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
             "a group's output channels must be whole panels of 64: n=" + std::to_string(n) +
                 " in groups=" + std::to_string(groups));
     m.k = w.all_taps() * w.depth();
+    Require(m.k == k, "the window sums over " + std::to_string(m.k) + " values but the weight has k=" +
+                          std::to_string(k));
     m.n = n;
     fewbit::FillWeight({data, scale, zero, tensor_scale, layer}, group, &m);
     m.rows = w.images * w.outputs();
@@ -185,6 +187,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fewbit_conv, Convolve,
                                   .Attr<std::string_view>("format")
                                   .Attr<Numbers>("window")
                                   .Attr<int64_t>("groups")
+                                  .Attr<int64_t>("k")
                                   .Attr<int64_t>("n")
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("act"));
