@@ -242,7 +242,7 @@ def test_what_is_not_finite_spoils_its_image_and_no_other():
     [
         (dict(x=np.ones((6, 6, 16), np.float32)), r"x must be \[images, height, width, channels\]"),
         (dict(x=np.ones((1, 6, 6, 16), np.float16)), "x must be float32, bfloat16 or int8"),
-        (dict(x=np.ones((1, 6, 6, 15), np.float32)), "the window sums over 135 values but .* k=144"),
+        (dict(x=np.ones((1, 6, 6, 15), np.float32)), "the window sums over 135 values"),
         (dict(data=np.zeros((1, 5, 8, 64, 4), np.uint8)), r"data must have the shape \[2,5,8,64,4"),
         (dict(scale=np.ones((2, 2, 64), np.float32)), r"scale must have the shape \[2,1,64\]"),
         (dict(layer=np.int32(1)), "layer 1 is not one of the 1"),

@@ -112,7 +112,8 @@ def plain_conv(
     [2.0, 3.0]
     """
     none = jnp.zeros((0,), jnp.float32)
-    spec = Convolution(window, *weight.shape, act, jnp.dtype(out_dtype).name)
+    k, n = weight.shape
+    spec = Convolution(window, k, n, act, jnp.dtype(out_dtype).name)
     args = (
         x,
         none if act_scale is None else act_scale,
