@@ -29,7 +29,8 @@ struct ConvTileFloat {
   int64_t tap_length;
   int64_t length;
   const float* b;              // [k][strip columns]
-  float* sums;                 // [rows][64]
+  float* sums;                 // [rows][stride]
+  int64_t stride;
   bool first;
 };
 

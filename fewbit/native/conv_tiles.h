@@ -108,7 +108,7 @@ void ConvTileFloatRows(const ConvTileFloat& t) {
   for (int m = 0; m < kRows; ++m) {
     FEWBIT_UNROLL
     for (int j = 0; j < kN; ++j) {
-      sum[m][j] = t.first ? T::SetF(0.0f) : T::LoadF(t.sums + m * kPanel + j * kLanes);
+      sum[m][j] = t.first ? T::SetF(0.0f) : T::LoadF(t.sums + m * t.stride + j * kLanes);
     }
   }
   const float* const* taps = t.taps;
@@ -144,7 +144,7 @@ void ConvTileFloatRows(const ConvTileFloat& t) {
   for (int m = 0; m < kRows; ++m) {
     FEWBIT_UNROLL
     for (int j = 0; j < kN; ++j) {
-      T::StoreF(t.sums + m * kPanel + j * kLanes, sum[m][j]);
+      T::StoreF(t.sums + m * t.stride + j * kLanes, sum[m][j]);
     }
   }
 }
