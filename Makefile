@@ -55,19 +55,22 @@ test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 
 # A compiled part that is missing fails here instead of being skipped. The second half has every
 # address and every undefined operation of the C++ checked; jaxlib's own leaks are not our subject.
-# The program kernels_test runs the kernels of all instruction sets, AVX-512 through SIMDe if the
-# CPU lacks it (Debian: libsimde-dev; without it the program says what it could not test).
+# The programs kernels_test and conv_test run the kernels of all instruction sets, AVX-512 through
+# SIMDe if the CPU lacks it (Debian: libsimde-dev; without it they say what they could not test).
 test-native: .venv  ## the native part, plain and under sanitizers
-	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py
+	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
+	  tests/test_native_conv.py
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DFEWBIT_WERROR=ON -DFEWBIT_NATIVE_TESTS=ON -DFEWBIT_SANITIZE=address,undefined
 	$(BIN)/cmake --build $(SANITIZED)
 	ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/tests/native/kernels_test
+	ASAN_OPTIONS=detect_leaks=0 $(SANITIZED)/tests/native/conv_test
 	FEWBIT_NATIVE_LIBRARY=$(CURDIR)/$(SANITIZED)/libfewbit_native.so \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
+	  tests/test_native_conv.py \
 	  -k "not every_format and not instruction_sets"
 
 bench: .venv  ## every measurement in bench/, one after the other

@@ -86,7 +86,7 @@ class HowToQuantize:
     noise_fn: NoiseFn | None = dataclasses.field(default=None, hash=False)
     scale_dtype: Any = None
     rule: Any = dataclasses.field(default=None, repr=False)  # the rule it came from, if any
-    # What its product does with each axis ('l' stack, 'k' summed, 'n' column), if kernels run it.
+    # What its product does with each axis, if kernels run it (`_qarray_panels.to_panels`).
     roles: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):

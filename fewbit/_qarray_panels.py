@@ -1,9 +1,9 @@
 """PanelArray: a QArray whose bytes lie in panels for the native kernels, seen as the array it is.
 
-Packing fixes what is summed over: each axis of the parameter is a stack axis, a summed one ('k') or
-a column axis ('n'), and the bytes are the matrix [K, N] of each entry of the stack. The axes the
-program sees are pieces of those; transposes and reshapes regroup them and never touch a byte, and
-an entry of the stack is a number beside the bytes. What cannot be said so is unpacked.
+Packing fixes what is summed over: each axis of the parameter is a stack axis, a summed one ('k',
+'c') or a column axis ('n'), and the bytes are the matrix [K, N] of each entry of the stack. The
+axes the program sees are pieces of those; transposes and reshapes regroup them and never touch a
+byte, and an entry of the stack is a number beside the bytes. What cannot be said so is unpacked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -29,6 +30,7 @@ from fewbit.packing_panels import (
 from fewbit.tiling import infer_tile_shape, uneven_tiles
 
 PACKED_AXES = 5  # panels, blocks, words, columns, bytes
+SUMMED = "kc"  # roles of summed axes; 'c', a convolution's input channels, lie innermost
 _NO_PANELS = {"int16", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
 _NO_PANELS |= {"float8_e4m3", "float8_e3m4"}
 _PARTS = ("data", "_scale", "_zero_point", "_tensor_scale", "_layer")
@@ -51,11 +53,21 @@ class Panels:
 
     def length(self, role: str) -> int:
         """K or N."""
-        return math.prod(d for d, r in zip(self.dims, self.roles, strict=True) if r == role)
+        return matrix_length(self.dims, self.roles, role)
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(atom.size for atom in group) for group in self.axes)
+
+
+def matrix_length(dims: Sequence[int], roles: str, role: str) -> int:
+    """K ('k') or N ('n') of the matrix that axes of these sizes and roles are packed as.
+
+    >>> matrix_length((3, 3, 64, 128), 'kkcn', 'k')
+    576
+    """
+    which = SUMMED if role == "k" else role
+    return math.prod(d for d, r in zip(dims, roles, strict=True) if r in which)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -206,7 +218,7 @@ def why_no_panels(q: QArray, roles: str) -> str | None:
 
 def _tile(q: QArray, roles: str) -> int | None:
     """Rows of the flattened K that share a scale (0: all), or None if they do not lie together."""
-    summed = [a for a, role in enumerate(roles) if role == "k"]
+    summed = [a for r in SUMMED for a, role in enumerate(roles) if role == r]
     if all(q.scale.shape[a] == 1 for a in summed):
         return 0
     if any(q.scale.shape[a] not in (1, q.shape[a]) for a in summed[:-1]):
@@ -219,7 +231,9 @@ def _tile(q: QArray, roles: str) -> int | None:
 
 
 def to_panels(q: QArray, roles: str) -> PanelArray:
-    """Pack; `roles` names each axis: 'l' of a stack, 'k' summed over, 'n' a column.
+    """Pack; `roles` names each axis: 'l' of a stack, 'k' and 'c' summed over, 'n' a column.
+
+    Axes 'c' come behind all 'k': the input channels of a convolution, which lie side by side.
 
     >>> q = QArray(jnp.ones((3, 64, 32), jnp.int8), jnp.ones((3, 1, 32)))
     >>> to_panels(q, 'lkn').at_layer(1).shape
@@ -250,8 +264,8 @@ def repack(q: QArray, like: PanelArray) -> PanelArray:
 @functools.partial(jax.jit, static_argnames="roles")
 def _pack(q: QArray, roles: str) -> PanelArray:
     stack = roles.count("l")
-    order = [*range(stack), *(a for r in "kn" for a, role in enumerate(roles) if role == r)]
-    summed = [a for a in order if roles[a] == "k"]
+    order = [*range(stack), *(a for r in "kcn" for a, role in enumerate(roles) if role == r)]
+    summed = [a for a in order if roles[a] in SUMMED]
     tile = _tile(q, roles)
     assert tile is not None
 
@@ -300,9 +314,9 @@ def _plain(p: PanelArray) -> QArray:
     rows, columns = view.length("k"), view.length("n")
     data, scale, zero, tensor_scale = (p.entry(part) for part in p.packed_parts)
     lead = data.shape[:-PACKED_AXES]
-    order = [a for r in "kn" for a, role in enumerate(view.roles) if role == r]
+    order = [a for r in "kcn" for a, role in enumerate(view.roles) if role == r]
     back = [len(lead) + order.index(a) for a in range(len(order))]
-    summed = [a for a in order if view.roles[a] == "k"]
+    summed = [a for a in order if view.roles[a] in SUMMED]
 
     def spread(matrix, dims):
         shaped = matrix.reshape(*lead, *(dims[a] for a in order))
@@ -323,7 +337,7 @@ def _plain(p: PanelArray) -> QArray:
         zero = (narrowed(zero).astype(jnp.int32) - offset(row)).astype(row.storage)
     scale = narrowed(scale)
     tile_shape = [1] * len(lead) + [
-        d if n == 1 else (view.tile if role == "k" and n != d else 1)
+        d if n == 1 else (view.tile if role in SUMMED and n != d else 1)
         for d, n, role in zip(view.dims, view.scale_dims, view.roles, strict=True)
     ]
     if tensor_scale is not None:

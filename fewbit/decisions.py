@@ -7,7 +7,7 @@ from typing import Any
 
 from fewbit._plan_messages import Complaint, PlanError
 from fewbit.numerics import format_of, qtype_name, should_quantize
-from fewbit.ops import granularity
+from fewbit.ops import granularity, panel_conv
 from fewbit.provenance import (
     Changed,
     Constant,
@@ -170,6 +170,12 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
 
 def _roles(ts: TracedSite, side: int, origin: Origin) -> str | None:
     """What the product does with the parameter's axes, where that is a matrix product."""
+    if ts.eqn.primitive.name == "conv_general_dilated":
+        shape = ts.eqn.invars[side].aval.shape
+        if not panel_conv.reads_panels(shape, ts.eqn.params):
+            return None
+        _, channel, *spatial = ts.eqn.params["dimension_numbers"].rhs_spec
+        return leaf_roles(origin, spatial, (channel,))
     if ts.eqn.primitive.name != "dot_general":
         return None
     summed, batch = ts.eqn.params["dimension_numbers"]

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from fewbit import kernels
 from fewbit._qarray_checks import check_tree
-from fewbit._qarray_panels import to_panels, why_no_panels
+from fewbit._qarray_panels import matrix_length, to_panels, why_no_panels
 from fewbit.packing_panels import COLUMNS, ROWS, padded
 from fewbit.qarray import HowToQuantize, QArray, WithAux
 from fewbit.qarray import pack as pack_codes
@@ -21,6 +21,8 @@ from fewbit.qarray import unpack as unpack_codes
 
 # A matrix that padding to whole panels would blow up by more than this stays as it is.
 _MOST_PADDING = 1.25
+# The kernel of a convolution is read once per image, not once per row, and is small.
+_MOST_CONV_PADDING = 2.75
 
 
 def for_kernels(q: QArray, how: HowToQuantize) -> QArray:
@@ -57,8 +59,9 @@ def would_be_faster(q: QArray, how: HowToQuantize) -> bool:
         return False
     if len(roles) != q.ndim or why_no_panels(q, roles) is not None:
         return False
-    k, n = (math.prod(d for d, r in zip(q.shape, roles, strict=True) if r == x) for x in "kn")
-    return padded(k, ROWS) * padded(n, COLUMNS) <= _MOST_PADDING * k * n
+    k, n = (matrix_length(q.shape, roles, role) for role in "kn")
+    most = _MOST_CONV_PADDING if "c" in roles else _MOST_PADDING
+    return padded(k, ROWS) * padded(n, COLUMNS) <= most * k * n
 
 
 def _fits_panels(q: QArray, how: HowToQuantize) -> bool:

@@ -110,14 +110,20 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
     return "C"  # scales vary inside the contraction: stored exactly, the product dequantizes
 
 
-def leaf_roles(origin: Origin, summed: Collection[int]) -> str | None:
+def leaf_roles(
+    origin: Origin, summed: Collection[int], innermost: Collection[int] = ()
+) -> str | None:
     """What a product does with each axis of the leaf: 'l' a stack, 'k' summed over, 'n' a column.
+
+    Axes in `innermost` are summed over too and get 'c': the input channels of a convolution.
 
     None where the product sees only a part of the leaf, or splits an axis between the two: such a
     leaf is no stack of matrices for it.
 
     >>> leaf_roles(Origin.of_leaf('w', (64, 32)), {0})
     'kn'
+    >>> leaf_roles(Origin.of_leaf('kernel', (3, 3, 64, 128)), {0, 1}, {2})
+    'kkcn'
     """
     roles = [""] * len(origin.leaf_shape)
     seen = [1] * len(roles)
@@ -127,7 +133,7 @@ def leaf_roles(origin: Origin, summed: Collection[int]) -> str | None:
                 if atom.size != 1:
                     return None
                 continue
-            roles[atom.axis] += "k" if local in summed else "n"
+            roles[atom.axis] += "k" if local in summed else "c" if local in innermost else "n"
             seen[atom.axis] *= atom.size
     for axis, size in enumerate(origin.leaf_shape):
         if roles[axis] and (seen[axis] != size or len(set(roles[axis])) != 1):

@@ -36,3 +36,6 @@ PEER_F32 = 2e-6
 PEER_BF16 = 4 * BF16_ULP
 # A whole model with quantized activations: one code that falls on the other side of a tie.
 PEER_MODEL_DYNAMIC = 1e-2
+# Two ways to run one model with quantized activations: a difference in the last place of a sum may
+# turn a code of the next layer's activations.
+CODE_OF_NEXT_LAYER = 2e-2

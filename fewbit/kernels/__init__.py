@@ -5,9 +5,13 @@ registered with JAX, when it is first asked for. Without it everything runs thro
 """
 
 from fewbit.kernels._absmax import absmax_rows as absmax_rows
+from fewbit.kernels._conv import LONGEST_CHANNEL_SUM as LONGEST_CHANNEL_SUM
+from fewbit.kernels._conv import Window as Window
 from fewbit.kernels._info import KernelInfo as KernelInfo
 from fewbit.kernels._info import info as info
 from fewbit.kernels._native import native_available as native_available
+from fewbit.kernels._panel_conv import panel_conv as panel_conv
+from fewbit.kernels._panel_conv import plain_conv as plain_conv
 from fewbit.kernels._panel_product import ROWS as ROWS
 from fewbit.kernels._panel_product import panel_product as panel_product
 from fewbit.kernels._speed import runs_on as runs_on

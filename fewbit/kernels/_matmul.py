@@ -27,6 +27,19 @@ _MSG_FORMAT = "The kernels cannot read {name!r}. They read {known}, and the mx a
 _MSG_ACT = "act={act!r} is not known{hint}. Use 'none' (x as it is) or 'dynamic' (int8 rows)."
 
 
+def kernel_format(qtype: str) -> str:
+    """The kernels' name of a format.
+
+    >>> kernel_format('mxfp8')
+    'float8_e4m3fn'
+    """
+    row = format_of(qtype)
+    name = row.name if row.tile is None else row.storage.name
+    if name not in FORMATS:
+        raise ValueError(_MSG_FORMAT.format(name=row.name, known=", ".join(FORMATS)))
+    return name
+
+
 def matmul(
     x: jax.Array,
     data: jax.Array,
@@ -80,10 +93,7 @@ def matmul(
     >>> product(ones((1, 32), jnp.float32)).tolist() if native_available() else [[32.0] * 3]
     [[32.0, 32.0, 32.0]]
     """
-    row = format_of(qtype)
-    name = row.name if row.tile is None else row.storage.name
-    if name not in FORMATS:
-        raise ValueError(_MSG_FORMAT.format(name=row.name, known=", ".join(FORMATS)))
+    name = kernel_format(qtype)
     if act not in _ACT:
         close = difflib.get_close_matches(act, _ACT, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -20,7 +20,7 @@ from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
-from fewbit.kernels._partition import spread, zero_with_devices
+from fewbit.kernels._partition import shares_panels, spread, weight_rule, zero_with_devices
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray, dequantize, quantize
 
@@ -90,10 +90,10 @@ def panel_product(
         else tensor_scale.astype(jnp.float32).reshape(()),
         jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
     )
-    return _bind(*_alike(args), spec=spec)
+    return _bind(*alike(args), spec=spec)
 
 
-def _alike(args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def alike(args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Inside `shard_map`, operands that vary over the same mesh axes."""
 
     def varying(a):
@@ -135,7 +135,13 @@ def _shape(x: Any, *rest: Any, spec: Product) -> Any:
 
 
 def _native(*operands: jax.Array, spec: Product) -> jax.Array:
-    return spread(_on_one_device, operands, spec)
+    x, act_scale, _, _, zero, *_ = operands
+    by_panels = shares_panels(spec.n) and not spec.transposed
+    row = "m" if act_scale.shape[:1] == x.shape[:1] else "o"
+    scales = f"{row} s" if act_scale.ndim == 2 else "s"
+    weight = weight_rule("p" if by_panels else "q", zero.ndim > 1)
+    rule = ", ".join(["m i", scales, *weight]) + (" -> m (p c)" if by_panels else " -> m j")
+    return spread(_on_one_device, operands, spec, rule)
 
 
 def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
@@ -278,10 +284,10 @@ def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     x, act_scale, *weight = args
     if all(d is None for d in dims[2:]):  # more rows of one product
-        x = _leading(x, dims[0], size)
+        x = leading(x, dims[0], size)
         scaled = act_scale.ndim - (dims[1] is not None) == 2
         if scaled:
-            act_scale = _leading(act_scale, dims[1], size)
+            act_scale = leading(act_scale, dims[1], size)
             shape = (size * x.shape[1], act_scale.shape[2])
             act_scale = jnp.broadcast_to(act_scale, (size, x.shape[1], act_scale.shape[2])).reshape(
                 shape
@@ -301,7 +307,7 @@ def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
     return jax.lax.map(one, moving), 0
 
 
-def _leading(a: jax.Array, dim: int | None, size: int) -> jax.Array:
+def leading(a: jax.Array, dim: int | None, size: int) -> jax.Array:
     return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
 
 

@@ -1,4 +1,4 @@
-"""How the native product is spread over devices: rows of x, or whole panels of columns.
+"""How native calls are spread over devices: rows (or images) of x, whole panels of columns.
 
 XLA cannot look into a native call; unless it is told, it gathers every operand on every device.
 Told the rule below, each device multiplies its rows by its panels, and nothing moves.
@@ -18,16 +18,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit.packing_panels import COLUMNS
 
-Local = Callable[..., jax.Array]  # the product on one device: local(*operands, spec=Product)
+Local = Callable[..., jax.Array]  # on one device: local(*operands, spec=spec)
 
 
-def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any) -> jax.Array:
+def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any, rule: str) -> jax.Array:
     """`local(*operands, spec=spec)`, which devices share by rows and panels.
 
-    Operands are those of the primitive: x, act_scale, data, scale, zero, tensor_scale, layer.
+    `rule` names the axes of operands and result as an einsum of factors: 'm' are rows, the first
+    axis of the result; 'p' are panels, which its last axis '(p c)' is made of if they can be shared
+    (`shares_panels`). `spec` has `n`, the number of columns.
     """
-    ranks = tuple(operand.ndim for operand in operands)
-    return _spreading(local, spec, ranks, operands[1].shape[:1] == operands[0].shape[:1])(*operands)
+    return _spreading(local, spec, rule)(*operands)
+
+
+def shares_panels(n: int) -> bool:
+    """Whether `n` columns are several whole panels.
+
+    >>> shares_panels(128), shares_panels(100)
+    (True, False)
+    """
+    return n > COLUMNS and n % COLUMNS == 0
 
 
 @custom_partitioning
@@ -52,62 +62,45 @@ def zero_with_devices() -> jax.Array:
 
 
 @functools.lru_cache(maxsize=1024)
-def _spreading(local: Local, spec: Any, ranks: tuple[int, ...], scale_per_row: bool) -> Any:
-    by_panels = spec.n > COLUMNS and spec.n % COLUMNS == 0 and not spec.transposed
+def _spreading(local: Local, spec: Any, rule: str) -> Any:
+    left, _, right = rule.partition(" -> ")
+    factors = [operand.split() for operand in left.split(",")]
+    by_panels = right.endswith("(p c)")
+    between = [None] * (len(right.replace("(p c)", "p").split()) - 2)
 
     @custom_partitioning
     def run(*operands):
         return local(*operands, spec=spec)
-
-    def axes_of(rows: Any, panels: Any) -> list[PartitionSpec]:
-        entries = [
-            [rows],
-            [rows if scale_per_row else None] if ranks[1] == 2 else [],
-            [None, panels],
-            [None, panels],
-            [None, panels] if ranks[4] > 1 else [],
-            [],
-            [],
-        ]
-        return [
-            PartitionSpec(*entry, *[None] * (rank - len(entry)))
-            for entry, rank in zip(entries, ranks, strict=True)
-        ]
 
     def partition(mesh, operands, result):
         if not isinstance(result.sharding, NamedSharding):  # a mesh without names: whole everywhere
             devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
             whole = type(result.sharding).get_replicated(devices)
             return mesh, functools.partial(local, spec=spec), whole, (whole,) * len(operands)
-        rows, columns = (*result.sharding.spec, None, None)[:2]
-        if spec.transposed:
-            columns = None
+        places = (*result.sharding.spec, *[None] * (len(between) + 2))[: len(between) + 2]
+        rows, columns = places[0], places[-1]
         ways = 1
         for name in (columns,) if isinstance(columns, str) else columns or ():
             ways *= mesh.shape[name]
         if not by_panels or (spec.n // COLUMNS) % ways:
             columns, ways = None, 1
         mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
-        inputs = tuple(NamedSharding(mesh, place) for place in axes_of(rows, columns))
-        output = NamedSharding(mesh, PartitionSpec(rows, columns))
+        shared = {"m": rows, "p": columns}
+        inputs = tuple(
+            NamedSharding(mesh, PartitionSpec(*map(shared.get, operand))) for operand in factors
+        )
+        output = NamedSharding(mesh, PartitionSpec(rows, *between, columns))
         return mesh, functools.partial(local, spec=mine), output, inputs
 
-    run.def_partition(partition, sharding_rule=_rule(ranks, scale_per_row, by_panels))
+    run.def_partition(partition, sharding_rule=rule)
     return run
 
 
-def _rule(ranks: tuple[int, ...], scale_per_row: bool, by_panels: bool) -> str:
-    """Which axes of operands and result are one, as an einsum of factors."""
-    row = "m" if scale_per_row else "o"
-    panel = "p" if by_panels else "q"
-    return ", ".join(
-        [
-            "m i",
-            f"{row} s" if ranks[1] == 2 else "s",
-            f"e {panel} b w c d",
-            f"e {panel} g c",
-            f"e {panel} g c" if ranks[4] > 1 else "z",
-            "",
-            "",
-        ]
-    ) + (" -> m (p c)" if by_panels else " -> m j")
+def weight_rule(panel: str, has_zero: bool) -> list[str]:
+    """The factors of a packed weight: data, scale, zero, tensor_scale, layer.
+
+    >>> weight_rule('p', False)
+    ['e p b w c d', 'e p g c', 'z', '', '']
+    """
+    part = f"e {panel} g c"
+    return [f"e {panel} b w c d", part, part if has_zero else "z", "", ""]

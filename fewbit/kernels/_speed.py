@@ -4,7 +4,8 @@ from typing import Any
 
 import jax
 
-# XLA's integer product needs a few rows to pay for quantizing them (bench/products.py).
+# XLA's integer product needs a few rows to pay for quantizing them (bench/products.py); its integer
+# convolution never does (bench/convolutions.py).
 _ROWS_FOR_INT8 = 8
 
 
@@ -22,7 +23,8 @@ def runs_on(what: str, rows: int) -> str:
     text = f"xla {what}"
     if jax.default_backend() != "cpu":
         return text
-    return text if what.startswith("int8") and _many(rows) else f"{text}, slow"
+    fast = what.startswith("int8") and not what.endswith("conv") and _many(rows)
+    return text if fast else f"{text}, slow"
 
 
 def _many(rows: Any) -> bool:

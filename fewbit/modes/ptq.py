@@ -101,21 +101,52 @@ class BoxedParamProvider(QuantizationProvider):
         )
 
     def conv_general_dilated(
-        self, lhs: Any, rhs: Any, window_strides: Any, padding: Any, *args: Any, **kwargs: Any
+        self,
+        lhs: Any,
+        rhs: Any,
+        window_strides: Any,
+        padding: Any,
+        lhs_dilation: Any = None,
+        rhs_dilation: Any = None,
+        dimension_numbers: Any = None,
+        feature_group_count: int = 1,
+        batch_group_count: int = 1,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("conv_general_dilated")
-        numbers = kwargs.get("dimension_numbers", args[2] if len(args) > 2 else None)
-        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, numbers)
+        numbers = jax.lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+        settings: dict[str, Any] = dict(
+            dimension_numbers=numbers,
+            window_strides=window_strides,
+            padding=padding,
+            lhs_dilation=lhs_dilation,
+            rhs_dilation=rhs_dilation,
+            feature_group_count=feature_group_count,
+            batch_group_count=batch_group_count,
+        )
 
         def product(lhs, rhs):
-            return ops.conv_general_dilated(lhs, rhs, window_strides, padding, *args, **kwargs)
+            return ops.conv_general_dilated(
+                lhs,
+                rhs,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                out_sharding=out_sharding,
+                **settings,
+            )
 
         def how(for_lhs, tile_size=None, **fields):
             return granularity.conv_how(dimension_numbers=numbers, for_lhs=for_lhs, **fields)
 
         hows = activation_hows(rule, (lhs, rhs), how)
         return quantized_product(
-            product, (lhs, rhs), hows, lambda a, b: ops.describe_conv(a, b, numbers)
+            product,
+            (lhs, rhs),
+            hows,
+            lambda a, b: ops.describe_conv(a, b, **settings),
+            measure=ops.Deferred,
         )
 
     def ragged_dot(

@@ -6,9 +6,11 @@
 namespace fewbit {
 
 #if defined(FEWBIT_EMULATE_AVX512)
-const Kernels kEmulatedAvx512Kernels = MakeKernels<Avx512>("avx512_vnni (emulated)");
+extern const ConvKernels kEmulatedAvx512ConvKernels;
+const Kernels kEmulatedAvx512Kernels =
+    MakeKernels<Avx512>("avx512_vnni (emulated)", &kEmulatedAvx512ConvKernels);
 #else
-const Kernels kAvx512VnniKernels = MakeKernels<Avx512>("avx512_vnni");
+const Kernels kAvx512VnniKernels = MakeKernels<Avx512>("avx512_vnni", &kAvx512VnniConvKernels);
 #endif
 
 }  // namespace fewbit

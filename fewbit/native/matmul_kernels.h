@@ -143,6 +143,8 @@ struct QuantizeRow {
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
 
+struct ConvKernels;  // conv_kernels.h
+
 struct Kernels {
   const char* name;
   int stream_rows;
@@ -165,6 +167,7 @@ struct Kernels {
   void (*add_lanes[kDecodings])(const float* sums, int64_t quads, float* out);  // added to
   void (*unpack_dots[kDecodings])(const UnpackDots&);
   void (*tile_dots[kMaxTileRows])(const TileDots&);
+  const ConvKernels* conv;
 };
 
 extern const Kernels kPortableKernels;

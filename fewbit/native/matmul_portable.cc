@@ -5,6 +5,6 @@
 
 namespace fewbit {
 
-const Kernels kPortableKernels = MakeKernels<Portable>("portable");
+const Kernels kPortableKernels = MakeKernels<Portable>("portable", &kPortableConvKernels);
 
 }  // namespace fewbit

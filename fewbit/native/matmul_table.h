@@ -4,65 +4,19 @@
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
 #define FEWBIT_NATIVE_MATMUL_TABLE_H_
 
+#include "conv_kernels.h"
 #include "matmul_dots.h"
 #include "matmul_tiles.h"
+#include "quantize_codes.h"
 
 namespace fewbit {
 namespace {
 
-float RoundedToBf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;  // finite numbers only
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// The codes that fewbit.quantize(x, 'int8') gives, bit for bit: in float32 XLA multiplies with the
-// reciprocal of a shared scale and divides by one that is not shared; in bfloat16 it divides and
-// rounds the quotient.
 void QuantizeOneRow(const QuantizeRow& r) {
-  constexpr float kPerBound = 1.0f / 127.5f;
-  constexpr float kSmallest = 0x1p-63f;    // below it a range counts as nothing: scale 1
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
   for (int64_t from = 0, g = 0; from < r.length; from += r.group, ++g) {
     const int64_t count = r.length - from < r.group ? r.length - from : r.group;
-    const float* x = r.x + from;
-    int8_t* codes = r.codes + from;
-    int32_t largest = 0;  // magnitudes order like their bits, and NaN lies above infinity
-    for (int64_t k = 0; k < count; ++k) {
-      int32_t bits;
-      std::memcpy(&bits, x + k, sizeof bits);
-      bits &= 0x7fffffff;
-      largest = bits > largest ? bits : largest;
-    }
-    if (largest >= 0x7f800000) {
-      std::memset(codes, 0, static_cast<size_t>(count));
-      r.scales[g] = __builtin_nanf("");
-      continue;
-    }
-    float absmax;
-    std::memcpy(&absmax, &largest, sizeof absmax);
-    float scale = absmax * kPerBound;
-    if (r.round_to_bf16) {
-      scale = RoundedToBf16(scale);
-    }
-    scale = scale < kSmallest ? 1.0f : scale;
-    r.scales[g] = scale;
-    const float per_scale = 1.0f / scale;
-    if (r.round_to_bf16) {
-      for (int64_t k = 0; k < count; ++k) {
-        float units = RoundedToBf16(x[k] / scale);
-        units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-        codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
-      }
-    } else {
-      for (int64_t k = 0; k < count; ++k) {
-        float units = count == 1 ? x[k] / scale : x[k] * per_scale;
-        units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-        codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
-      }
-    }
+    r.scales[g] = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
+    CodesOf(r.x + from, count, r.scales[g], count == 1, r.round_to_bf16, r.codes + from);
   }
 }
 
@@ -105,7 +59,7 @@ void PackCodes(const int8_t* codes, int64_t stride, int rows, int64_t quads, int
   }
 
 template <class T>
-constexpr Kernels MakeKernels(const char* name) {
+constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv) {
   return Kernels{
       name,
       T::kStreamRows,
@@ -157,6 +111,7 @@ constexpr Kernels MakeKernels(const char* name) {
       {TileDotsRows<T, 1>, TileDotsRows<T, 2>, TileDotsRows<T, (T::kDotRows > 2 ? 3 : 1)>,
        TileDotsRows<T, (T::kDotRows > 3 ? 4 : 1)>, TileDotsRows<T, (T::kDotRows > 4 ? 5 : 1)>,
        TileDotsRows<T, (T::kDotRows > 5 ? 6 : 1)>},
+      conv,
   };
 }
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fewbit._qarray_panels import PanelArray
 from fewbit.numerics import qtype_name
 from fewbit.ops.decision import (
     Decision,
@@ -24,9 +25,13 @@ from fewbit.ops.decision import (
     may_overflow,
     unwrap,
 )
+from fewbit.ops.deferred import Deferred
+from fewbit.ops.panel_conv import describe as describe_native_conv
+from fewbit.ops.panel_conv import find_native_conv, run_native_conv
 from fewbit.ops.scaling import (
     as_floats,
     codes_for_product,
+    held,
     operand,
     placed_like,
     result_dtype,
@@ -77,9 +82,11 @@ def _numbers(lhs: Any, rhs: Any, dimension_numbers: Any) -> lax.ConvDimensionNum
 
 
 def describe_conv(
-    lhs: Any, rhs: Any, dimension_numbers: Any = None, batch_group_count: int = 1
+    lhs: Any, rhs: Any, dimension_numbers: Any = None, batch_group_count: int = 1, **settings: Any
 ) -> str:
     """Which path `conv_general_dilated` takes for these operands; abstract values are enough.
+
+    `settings` are other arguments of the convolution, which native code depends on.
 
     >>> import jax, jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -89,6 +96,21 @@ def describe_conv(
     """
     lhs, rhs = unwrap(lhs), unwrap(rhs)
     numbers = _numbers(lhs, rhs, dimension_numbers)
+    native = find_native_conv(
+        lhs,
+        rhs,
+        numbers,
+        settings.pop("window_strides", (1,) * (len(rhs.shape) - 2)),
+        settings.pop("padding", "VALID"),
+        batch_group_count=batch_group_count,
+        **settings,
+    )
+    if native is not None:
+        return describe_native_conv(native, lhs)
+    lhs, rhs = (
+        jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
+        for q in (lhs, rhs)
+    )
     return decide_conv(lhs, rhs, numbers, batch_group_count).describe("conv")
 
 
@@ -108,23 +130,32 @@ def conv_general_dilated(
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated` where each side may be an array or a QArray.
 
+    A kernel in panels, and one with few output channels per group, goes to native code.
+    `describe_conv` tells which path is taken.
+
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
     >>> kernel = quantize(jnp.ones((4, 3, 3, 3)), 'int8', channelwise_axes=(0,))
     >>> conv_general_dilated(jnp.ones((1, 3, 8, 8)), kernel, (1, 1), 'SAME').shape
     (1, 4, 8, 8)
     """
-    lhs, rhs = operand(lhs), operand(rhs)
+    lhs, rhs = held(lhs), held(rhs)
     numbers = _numbers(lhs, rhs, dimension_numbers)
-    shared = dict(
+    shared: dict[str, Any] = dict(
         window_strides=window_strides,
         padding=padding,
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
-        dimension_numbers=numbers,
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
     )
+    native = None if out_sharding is not None else find_native_conv(lhs, rhs, numbers, **shared)
+    if native is not None:
+        dtype = result_dtype((lhs, rhs), preferred_element_type)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return run_native_conv(native, lhs, dtype)
+    lhs, rhs = operand(lhs), operand(rhs)
+    shared["dimension_numbers"] = numbers
     decision = decide_conv(lhs, rhs, numbers, batch_group_count)
     if decision.on_codes:
         dtype = result_dtype((lhs, rhs), preferred_element_type)

@@ -53,11 +53,8 @@ def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | Non
     summed, batch = dimension_numbers
     if batch[0] or not kernels.native_available() or other.dtype.name not in _FLOATS:
         return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.size > 1 and AxisType.Explicit in mesh.axis_types:
-        if _is_placed(weight.data):
-            raise ValueError(_MSG_EXPLICIT.format(weight=weight))
-        return None  # where the result lies is part of its type there, which XLA works out
+    if on_explicit_mesh(weight):
+        return None
     axes, roles = weight.panels.axes, weight.panels.roles
 
     def atoms(which):
@@ -67,13 +64,23 @@ def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | Non
     inside, outside = atoms(summed[side]), atoms(free)
     if {roles[a.axis] for a in inside} - {"k"} or {roles[a.axis] for a in outside} - {"n"}:
         return None
-    if 0 in other.shape or _is_placed(other):
+    if 0 in other.shape or is_placed(other):
         return None
     shape = tuple(weight.shape[a] for a in free)
     return PanelDot(weight, side, tuple(summed[1 - side]), inside, outside, shape)
 
 
-def _is_placed(x: Any) -> bool:
+def on_explicit_mesh(weight: QArray) -> bool:
+    """Where an array lies is part of its type there, which XLA works out and panels cannot."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.size <= 1 or AxisType.Explicit not in mesh.axis_types:
+        return False
+    if isinstance(weight, PanelArray) and is_placed(weight.data):
+        raise ValueError(_MSG_EXPLICIT.format(weight=weight))
+    return True
+
+
+def is_placed(x: Any) -> bool:
     """On an explicit mesh the kernels do not know how to stay on their devices."""
     array = x.qvalue if isinstance(x, QArray) else x.array if isinstance(x, Deferred) else x
     if isinstance(array, jax.ShapeDtypeStruct):
@@ -155,7 +162,7 @@ def _rows(dot: PanelDot, x: jax.Array) -> jax.Array:
     free = [a for a in range(x.ndim) if a not in dot.x_summed]
     x = jnp.transpose(x, (*free, *dot.x_summed))
     lead = x.shape[: len(free)]
-    order = _packed_order(dot.summed)
+    order = packed_order(dot.summed)
     if order != list(range(len(order))):
         x = x.reshape(*lead, *(atom.size for atom in dot.summed))
         x = jnp.transpose(x, (*range(len(lead)), *(len(lead) + i for i in order)))
@@ -175,7 +182,7 @@ def _row_scales(dot: PanelDot, x: QArray) -> jax.Array:
 def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Array:
     """[M, N] as the axes of the dot_general's result."""
     lead = tuple(n for a, n in enumerate(x_shape) if a not in dot.x_summed)
-    order = _packed_order(dot.columns)
+    order = packed_order(dot.columns)
     packed = [dot.columns[i].size for i in order]
     out = out.reshape(*lead, *packed)
     rank = len(lead)
@@ -189,6 +196,6 @@ def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Arra
     return out
 
 
-def _packed_order(atoms: tuple[Atom, ...]) -> list[int]:
+def packed_order(atoms: tuple[Atom, ...]) -> list[int]:
     """Positions of the atoms in the order in which their pieces lie in the packed matrix."""
     return sorted(range(len(atoms)), key=lambda i: (atoms[i].axis, -atoms[i].stride))

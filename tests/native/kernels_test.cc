@@ -10,15 +10,11 @@
 #include <thread>
 #include <vector>
 
-#include "isa.h"
 #include "matmul.h"
 #include "matmul_transposed.h"
+#include "pack_code.h"
 
 namespace fewbit {
-
-#if defined(FEWBIT_EMULATE_AVX512)
-extern const Kernels kEmulatedAvx512Kernels;
-#endif
 
 namespace {
 
@@ -84,7 +80,7 @@ struct Case {
     for (int64_t i = 0; i < k; ++i) {
       for (int64_t j = 0; j < n; ++j) {
         const int code = Random(0, most);
-        Put(i, j, code);
+        PackCode(i, j, code, bits, blocks, data.data());
         codes.push_back(bits == 1 ? 2 * code : code);
       }
     }
@@ -109,27 +105,6 @@ struct Case {
     }
     for (int64_t i = 0; i < rows * groups; ++i) {
       x_scales.push_back(static_cast<float>(Random(1, 100)) / 64.0f);
-    }
-  }
-
-  void Put(int64_t i, int64_t j, int code) {
-    const int64_t blocks = CeilDiv(k, kBlock), inside = i % kBlock, byte = inside % 4;
-    uint8_t* block = data.data() + ((j / kPanel) * blocks + i / kBlock) * format->bits * kPanel * 4 +
-                     j % kPanel * 4 + byte;
-    if (format->bits == 8) {
-      block[inside / 4 * kPanel * 4] = static_cast<uint8_t>(code);
-      return;
-    }
-    int row = 0, low = 0;
-    for (int plane = 4; plane > 0; plane /= 2) {
-      if (format->bits & plane) {
-        const int64_t per_word = 8 / plane, quad = inside / 4;
-        const int piece = code >> low & ((1 << plane) - 1);
-        uint8_t* at = block + (row + quad / per_word) * kPanel * 4;
-        *at = static_cast<uint8_t>(*at | piece << (quad % per_word * plane));
-        row += plane;
-        low += plane;
-      }
     }
   }
 
@@ -272,23 +247,8 @@ int64_t CheckAll(const Kernels& kernels, bool* good) {
 }  // namespace fewbit
 
 int main() {
-  std::vector<const fewbit::Kernels*> sets = {&fewbit::kPortableKernels};
-  const fewbit::Kernels* best = fewbit::ChosenIsa().kernels;
-  if (best != sets[0]) {
-    sets.push_back(best);
-  }
-#if defined(__x86_64__)
-  if (best != &fewbit::kAvx2Kernels && __builtin_cpu_supports("avx2")) {
-    sets.push_back(&fewbit::kAvx2Kernels);
-  }
-#endif
-#if defined(FEWBIT_EMULATE_AVX512)
-  sets.push_back(&fewbit::kEmulatedAvx512Kernels);
-#else
-  std::printf("not tested: avx512_vnni emulated (SIMDe is not installed; Debian: libsimde-dev)\n");
-#endif
   bool good = true;
-  for (const fewbit::Kernels* kernels : sets) {
+  for (const fewbit::Kernels* kernels : fewbit::SetsToTest()) {
     bool each = true;
     const int64_t count = fewbit::CheckAll(*kernels, &each);
     std::printf("%-22s %ld products, %s\n", kernels->name, static_cast<long>(count),

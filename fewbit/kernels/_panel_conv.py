@@ -1,0 +1,312 @@
+"""A convolution with a quantized kernel, as one JAX primitive: native on a CPU, XLA's elsewhere.
+
+Images are [N, H, W, C] and results [N, H', W', n]; the order of axes is the caller's affair. The
+kernel is a weight in panels, k = (y, x, channel), or a plain float matrix [k, n] where a group has
+few output channels. A batch of `vmap` becomes more images; the transpose of the convolution of a
+float x is XLA's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from fewbit._qarray_atoms import whole_axes
+from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
+from fewbit.kernels._conv import Window, channel_conv, conv
+from fewbit.kernels._panel_product import alike, leading
+from fewbit.kernels._partition import shares_panels, spread, weight_rule, zero_with_devices
+from fewbit.qarray import QArray, dequantize, quantize
+
+_NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+@dataclasses.dataclass(frozen=True)
+class Convolution:
+    """What the kernel must know besides arrays."""
+
+    window: Window
+    k: int
+    n: int
+    act: str  # 'none' | 'dynamic': images are quantized to int8 on the way | 'codes'
+    out_dtype: str
+    qtype: str | None = None  # of a weight in panels; None: a plain float weight
+    tile: int = 0  # k that share a scale of the weight; 0: all
+
+
+def panel_conv(
+    x: jax.Array,
+    weight: PanelArray,
+    window: Window,
+    *,
+    act: str = "none",
+    act_scale: jax.Array | None = None,
+    out_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Images [N, H, W, C] convolved with a weight in panels, whose k is (y, x, channel).
+
+    `act='dynamic'` quantizes images to int8 first, `act='codes'` says that x is int8 codes already,
+    with `act_scale` [N or 1].
+
+    >>> from fewbit._qarray_panels import to_panels
+    >>> w = to_panels(quantize(jnp.ones((2, 2, 8, 64)), 'int8', channelwise_axes=(3,)), 'kkcn')
+    >>> panel_conv(jnp.ones((1, 4, 4, 8)), w, Window((2, 2), (2, 2), ((0, 0), (0, 0)))).shape
+    (1, 2, 2, 64)
+    """
+    view = weight.panels
+    k = math.prod(window.taps) * x.shape[3] // window.groups
+    if weight.lead:
+        raise ValueError(f"{weight!r} is a stack: take an entry with at_layer(i) first.")
+    if x.ndim != 4 or view.length("k") != k:
+        raise ValueError(
+            f"x of shape {tuple(x.shape)} and {window} give sums over {k} values, but the weight "
+            f"{weight!r} has {view.length('k')} per output channel."
+        )
+    out = jnp.dtype(out_dtype).name
+    n = view.length("n")
+    spec = Convolution(window, k, n, act, out, str(weight._static[0]), view.tile)
+    data, scale, zero, tensor_scale = weight.packed_parts
+    stack = data.shape[: data.ndim - PACKED_AXES]
+
+    def flat(part):
+        return part.reshape(math.prod(stack), *part.shape[len(stack) :])
+
+    args = (
+        x,
+        jnp.zeros((0,), jnp.float32) if act_scale is None else act_scale,
+        flat(data),
+        flat(scale),
+        jnp.zeros((0,), jnp.uint8) if zero is None else flat(zero),
+        jnp.ones((), jnp.float32)
+        if tensor_scale is None
+        else tensor_scale.astype(jnp.float32).reshape(()),
+        jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
+    )
+    return _bind(*alike(args), spec=spec)
+
+
+def plain_conv(
+    x: jax.Array,
+    weight: jax.Array,
+    window: Window,
+    *,
+    scale: jax.Array | None = None,
+    act: str = "none",
+    act_scale: jax.Array | None = None,
+    out_dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Images [N, H, W, C] convolved with a float32 weight [k, n], for few outputs per group.
+
+    With int8 images the weight holds codes, and `scale` [n] what they are multiplied with.
+
+    >>> window = Window((1, 1), (1, 1), ((0, 0), (0, 0)), groups=2)
+    >>> plain_conv(jnp.ones((1, 1, 1, 2)), jnp.asarray([[2.0, 3.0]]), window).ravel().tolist()
+    [2.0, 3.0]
+    """
+    none = jnp.zeros((0,), jnp.float32)
+    k, n = weight.shape
+    spec = Convolution(window, k, n, act, jnp.dtype(out_dtype).name)
+    args = (
+        x,
+        none if act_scale is None else act_scale,
+        weight,
+        none if scale is None else scale,
+        jnp.zeros((), jnp.int32),
+    )
+    return _bind(*alike(args), spec=spec)
+
+
+panel_conv_p = Primitive("fewbit_panel_conv")
+"""Operands: x and act_scale; `data`, `scale`, `zero`, `tensor_scale` of a weight in panels, or a
+plain weight and its scale; last the layer. What is not there is empty."""
+
+
+@panel_conv_p.def_impl
+def _run(*args: jax.Array, spec: Convolution) -> jax.Array:
+    with jax.disable_jit(False):  # else this would call itself for ever
+        return _compiled(spec)(*args)
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(spec: Convolution) -> Any:
+    return jax.jit(functools.partial(_bind, spec=spec))
+
+
+def _bind(*args: jax.Array, spec: Convolution) -> jax.Array:
+    """The primitive, with what its lowering needs in the program around it."""
+    return panel_conv_p.bind(*args[:-1], args[-1] + zero_with_devices(), spec=spec)
+
+
+@panel_conv_p.def_abstract_eval
+def _shape(x: Any, *rest: Any, spec: Convolution) -> Any:
+    shape = (x.shape[0], *spec.window.out_shape(x.shape), spec.n)
+    return x.update(shape=shape, dtype=jnp.dtype(spec.out_dtype))
+
+
+# --- lowering -------------------------------------------------------------------------------------
+
+
+def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convolution) -> Any:
+    common: dict[str, Any] = dict(window=spec.window, act=spec.act, out_dtype=spec.out_dtype)
+    if spec.qtype is None:
+        matrix, scale, _ = weight
+        return channel_conv(x, matrix, scale, act_scale, **common)
+    data, scale, zero, tensor, layer = weight
+    common |= dict(qtype=spec.qtype, k=spec.k, n=spec.n, group=spec.tile)
+    return conv(x, data, scale, zero, tensor, layer, act_scale, **common)
+
+
+def _native(*operands: jax.Array, spec: Convolution) -> jax.Array:
+    x, act_scale, *weight = operands
+    by_panels = spec.qtype is not None and shares_panels(spec.n) and spec.window.groups == 1
+    images = "m" if act_scale.shape == x.shape[:1] else "o"
+    if spec.qtype is None:
+        factors = ["k j", "j" if weight[1].size else "s", ""]
+    else:
+        factors = weight_rule("p" if by_panels else "q", weight[2].ndim > 1)
+    rule = ", ".join(["m h w i", images, *factors])
+    rule += " -> m y x (p c)" if by_panels else " -> m y x j"
+    return spread(_on_one_device, operands, spec, rule)
+
+
+def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convolution) -> jax.Array:
+    shape = (*spec.window.taps, x.shape[3] // spec.window.groups, spec.n)
+    images: Any = x
+    if spec.act == "dynamic":
+        images = quantize(x, "int8", channelwise_axes=(0,))
+    elif spec.act == "codes":
+        images = QArray(x, act_scale.reshape(-1, 1, 1, 1))
+    if spec.act == "none":
+        out = _xla_conv(x.astype(jnp.float32), _float_kernel(weight, spec).reshape(shape), spec)
+        return out.astype(spec.out_dtype)
+    codes, scale = _codes_and_scale(weight, spec)
+    total = _xla_conv(images.qvalue, codes.reshape(shape), spec, jnp.int32)
+    total = total.astype(jnp.float32) * images.scale.astype(jnp.float32)
+    return (total * scale.astype(jnp.float32).reshape(1, 1, 1, -1)).astype(spec.out_dtype)
+
+
+def _xla_conv(x: jax.Array, kernel: jax.Array, spec: Convolution, dtype: Any = None) -> jax.Array:
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        spec.window.strides,
+        spec.window.padding,
+        rhs_dilation=spec.window.dilation,
+        dimension_numbers=_NUMBERS,
+        feature_group_count=spec.window.groups,
+        preferred_element_type=dtype,
+    )
+
+
+def _float_kernel(weight: Any, spec: Convolution) -> jax.Array:
+    """The float32 matrix [k, n]."""
+    if spec.qtype is not None:
+        return dequantize(_entry(spec, *weight), jnp.float32)
+    matrix, scale = weight[:2]
+    return matrix * scale.reshape(1, -1) if scale.size else matrix
+
+
+def _codes_and_scale(weight: Any, spec: Convolution) -> tuple[jax.Array, jax.Array]:
+    """int8 codes [k, n], and the scales [n] of the columns."""
+    if spec.qtype is None:
+        return weight[0].astype(jnp.int8), weight[1]
+    plain = _entry(spec, *weight).plain()
+    return plain.qvalue.astype(jnp.int8), plain.scale.reshape(-1)
+
+
+def _entry(spec: Convolution, *weight: Any) -> PanelArray:
+    """One entry of the stack as an array [k, n]."""
+    data, scale, zero, tensor, layer = weight
+    dims, groups = (spec.k, spec.n), 1 if spec.tile == 0 else -(-spec.k // spec.tile)
+    view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
+    parts = data, scale, zero if zero.size else None, tensor if spec.qtype == "nvfp4" else None
+    return PanelArray(*parts, layer, static=(spec.qtype, "float32", (), "panels", view))
+
+
+mlir.register_lowering(panel_conv_p, mlir.lower_fun(_reference, multiple_results=False))
+
+
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, spec: Convolution) -> Any:
+    """Native on one device or spread over known ones; else left to XLA, which can always share."""
+    context = ctx.module_context.axis_context
+    function: Any = _native
+    if isinstance(context, mlir.ShardingContext):
+        if context.num_devices == 1:
+            function = _on_one_device
+        elif context.device_assignment is None:
+            function = _reference
+    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, spec=spec)
+
+
+mlir.register_lowering(panel_conv_p, _lower_on_cpu, platform="cpu")
+
+
+# --- derivatives: only of a float x; straight-through rules for quantized images are the caller's -
+
+
+def _jvp(primals: Any, tangents: Any, *, spec: Convolution) -> tuple[jax.Array, Any]:
+    out = panel_conv_p.bind(*primals, spec=spec)
+    if spec.act != "none":
+        raise NotImplementedError(
+            "A convolution with quantized images has no derivative of its own: differentiate the "
+            "quantized model, whose rules pass gradients straight through."
+        )
+    if not all(isinstance(t, ad.Zero) for t in tangents[1:]):  # scales that are being trained
+        whole = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
+        function = functools.partial(_reference, spec=spec)
+        return out, jax.jvp(function, tuple(primals), tuple(whole))[1]
+    if isinstance(tangents[0], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _bind(tangents[0], *primals[1:], spec=spec)
+
+
+def _transpose(g: Any, x: Any, *rest: Any, spec: Convolution) -> list[Any]:
+    if isinstance(g, ad.Zero):
+        return [None] * (1 + len(rest))
+    like = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+    (back,) = jax.linear_transpose(lambda x: _reference(x, *rest, spec=spec), like)(g)
+    return [back] + [None] * len(rest)
+
+
+ad.primitive_jvps[panel_conv_p] = _jvp
+ad.primitive_transposes[panel_conv_p] = _transpose
+
+
+# --- vmap -----------------------------------------------------------------------------------------
+
+
+def _batch(args: Any, dims: Any, *, spec: Convolution) -> tuple[jax.Array, int]:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    x, act_scale, *weight = args
+    if all(d is None for d in dims[2:]):  # more images of one convolution
+        x = leading(x, dims[0], size)
+        images = x.shape[1]
+        act_scale = leading(act_scale, dims[1], size)
+        if act_scale.shape[1]:
+            act_scale = jnp.broadcast_to(act_scale, (size, images))
+        out = panel_conv_p.bind(
+            x.reshape(size * images, *x.shape[2:]),
+            act_scale.reshape(size * act_scale.shape[1]),
+            *weight,
+            spec=spec,
+        )
+        return out.reshape(size, images, *out.shape[1:]), 0
+    moving = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True) if d is not None]
+
+    def one(entries):
+        rest = iter(entries)
+        each = [a if d is None else next(rest) for a, d in zip(args, dims, strict=True)]
+        return panel_conv_p.bind(*each, spec=spec)
+
+    return jax.lax.map(one, moving), 0
+
+
+batching.primitive_batchers[panel_conv_p] = _batch
