@@ -65,11 +65,17 @@ SHAPES = (
 )
 
 
-def chosen_shapes(words: list[str] | None) -> list[Shape]:
-    """Those whose names begin with one of the words."""
-    found = [s for s in SHAPES if not words or str(s).startswith(tuple(words))]
+BACK_SHAPES = tuple(
+    Shape(rows, 2048, n, back=True) for n in (2048, 8192) for rows in (1, 8, 128, 512)
+)
+
+
+def chosen_shapes(words: list[str] | None, *, back: bool = False) -> list[Shape]:
+    """Those whose names begin with one of the words; of the gradients if `back`."""
+    shapes = BACK_SHAPES if back else SHAPES
+    found = [s for s in shapes if not words or str(s).startswith(tuple(words))]
     if not found:
-        raise SystemExit(f"no shape matches {words}; there are: {', '.join(map(str, SHAPES))}")
+        raise SystemExit(f"no shape matches {words}; there are: {', '.join(map(str, shapes))}")
     return found
 
 

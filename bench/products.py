@@ -7,6 +7,7 @@ bandwidth measured beside it, and GOP/s for many rows. The plan's word "slow" re
 
     python bench/products.py                              # all shapes, about 10 minutes
     python bench/products.py --quick --only "int8" --shapes 1x2048
+    python bench/products.py --back --only "weight-only"  # gradients g · Wᵀ, nothing written
     python bench/products.py --peers .venv-bench-peers/bin/python   # `make bench-peers`
 """
 
@@ -214,10 +215,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing written")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="kernels with one of the words")
     parser.add_argument("--shapes", nargs="+", metavar="WORDS", help="shapes beginning so")
+    parser.add_argument("--back", action="store_true", help="gradients; nothing written")
     parser.add_argument("--budget", type=float, default=45.0, help="seconds of rounds per shape")
     parser.add_argument("--peers", metavar="PYTHON", help="interpreter of .venv-bench-peers")
     args = parser.parse_args()
-    shapes = _measure.chosen_shapes(args.shapes)
+    shapes = _measure.chosen_shapes(args.shapes, back=args.back)
     only = args.only or ([BASE, "fewbit"] if args.peers else [""])
     names = [n for n in NAMES if n == BASE or any(word in n for word in only)]
     info, roof = fewbit.kernels.info(), Roof()
@@ -242,7 +244,7 @@ def main() -> None:
     text = _measure.headline(facts) + f"\npeak GOP/s from registers: {shown}\n\n"
     text += table(results, shapes)
     print(text)
-    if args.quick or args.only or args.shapes:
+    if args.quick or args.only or args.shapes or args.back:
         return
     whole = {"machine": facts, "budget_s": args.budget, "peak_gop_per_s": peaks, "shapes": results}
     name = f"products-{info.isa}" + "-peers" * bool(remotes)
