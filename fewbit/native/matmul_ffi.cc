@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "exports.h"
+#include "ffi_checks.h"
 #include "isa.h"
 #include "matmul.h"
 #include "xla/ffi/api/ffi.h"
@@ -14,24 +15,9 @@ namespace ffi = xla::ffi;
 namespace {
 
 using fewbit::Element;
-
-struct Refused {
-  std::string why;
-};
-
-std::string Show(ffi::Span<const int64_t> dims) {
-  std::string text = "[";
-  for (size_t i = 0; i < dims.size(); ++i) {
-    text += (i ? "," : "") + std::to_string(dims[i]);
-  }
-  return text + "]";
-}
-
-void Require(bool fits, const std::string& why) {
-  if (!fits) {
-    throw Refused{why};
-  }
-}
+using fewbit::Refused;
+using fewbit::Require;
+using fewbit::Show;
 
 Element ElementOf(ffi::DataType type, const char* what, const char* allowed) {
   switch (type) {
@@ -233,10 +219,8 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                 (m.x_type == Element::kS8 && m.format->integers() && m.groups == 1),
             "an int32 result holds sums of codes: it needs int8 x, an integer format and one "
             "group");
-    fewbit::Workers workers;
-    workers.threads = std::min<int64_t>(pool.num_threads(), fewbit::UsableCpus());
-    workers.schedule = [&pool](std::function<void()> task) { pool.Schedule(std::move(task)); };
-    const std::string problem = fewbit::RunMatmul(*fewbit::ChosenIsa().kernels, workers, m);
+    const std::string problem =
+        fewbit::RunMatmul(*fewbit::ChosenIsa().kernels, fewbit::WorkersOf(pool), m);
     Require(problem.empty(), problem);
   } catch (const Refused& refused) {
     return ffi::Error::InvalidArgument("fewbit matmul: " + refused.why);

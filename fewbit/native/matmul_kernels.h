@@ -113,6 +113,40 @@ struct QuantizeRow {
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
 
+// Lines of codes as they lie in an array: k of line l at codes + lines[l] + ks[k].
+struct CodeLines {
+  const int8_t* codes;
+  const int64_t* lines;   // [count]
+  int count;              // at most kMaxTileRows as rows, kPanel as columns
+  const int64_t* ks;      // [length]
+  int64_t length, quads;  // 4 * quads >= length; what is missing counts as zero
+  bool lines_touch;       // one byte from a line to the next
+  bool ks_touch;          // one byte from a k to the next
+};
+
+// Few rows times codes that are read once, where they lie.
+struct FewRows {
+  const int8_t* codes;
+  const int64_t* columns; // [count]
+  int64_t count;
+  const int64_t* ks;      // [length]
+  int64_t length;
+  const int16_t* a;       // [rows][a_stride], see codes_direct.h
+  int64_t a_stride;
+  int32_t* out;           // [rows][out_stride]
+  int64_t out_stride;
+};
+
+// One row of sums, scaled: as numbers, times one scale and then times the other.
+struct ScaleSums {
+  const int32_t* sums;    // [count]
+  const float* columns;   // [count]
+  int64_t count;
+  float row;
+  bool columns_first;
+  float* out;             // [count], may be `sums`
+};
+
 struct Kernels {
   const char* name;
   int stream_rows;
@@ -129,6 +163,11 @@ struct Kernels {
   void (*unpack_int[8])(const Unpack&);
   void (*tile_float[kMaxTileRows])(const TileFloat&);
   void (*tile_int[8][kMaxTileRows])(const TileInt&);
+  void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
+  void (*pack_columns)(const CodeLines&, uint8_t* panel);
+  void (*dot_columns[kMaxStreamRows])(const FewRows&);
+  void (*add_rows[kMaxStreamRows])(const FewRows&);
+  void (*scale_sums)(const ScaleSums&);
 };
 
 extern const Kernels kPortableKernels;

@@ -1,9 +1,11 @@
-// The packing of activations, and the table of one instruction set's kernels.
+// The quantization of activations, and the table of one instruction set's kernels.
 // Internal linkage only, as in matmul_stream.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
 #define FEWBIT_NATIVE_MATMUL_TABLE_H_
 
+#include "codes_direct.h"
+#include "codes_pack.h"
 #include "matmul_tiles.h"
 
 namespace fewbit {
@@ -65,29 +67,6 @@ void QuantizeOneRow(const QuantizeRow& r) {
   }
 }
 
-// Rows of codes to [quad][words][rows]: four codes in a word, or (0, 2) and (1, 3) as 16-bit pairs.
-void PackCodes(const int8_t* codes, int64_t stride, int rows, int64_t quads, int words,
-               int32_t* packed) {
-  for (int m = 0; m < rows; ++m) {
-    const int8_t* row = codes + m * stride;
-    int32_t* out = packed + m;
-    if (words == 1) {
-      for (int64_t q = 0; q < quads; ++q, out += rows) {
-        std::memcpy(out, row + q * 4, 4);
-      }
-    } else {
-      for (int64_t q = 0; q < quads; ++q, out += rows * 2) {
-        const int8_t* a = row + q * 4;
-        for (int i = 0; i < 2; ++i) {
-          out[i * rows] = static_cast<int32_t>(
-              static_cast<uint32_t>(static_cast<uint16_t>(a[i])) |
-              static_cast<uint32_t>(static_cast<uint16_t>(a[i + 2])) << 16);
-        }
-      }
-    }
-  }
-}
-
 // Heights that the instruction set does not use are not compiled; the driver never asks for them.
 #define FEWBIT_STREAM(function, type)                                                      \
   {                                                                                        \
@@ -139,6 +118,11 @@ constexpr Kernels MakeKernels(const char* name) {
       {FEWBIT_TILES(1), FEWBIT_TILES(2), FEWBIT_TILES(3),
        FEWBIT_TILES(4), FEWBIT_TILES(5), FEWBIT_TILES(6),
        FEWBIT_TILES(7), FEWBIT_TILES(8)},
+      PackRows,
+      PackColumns,
+      {DotColumns<T, 1>, DotColumns<T, 2>, DotColumns<T, 3>, DotColumns<T, 4>},
+      {AddRows<T, 1>, AddRows<T, 2>, AddRows<T, 3>, AddRows<T, 4>},
+      ScaleOneRow,
   };
 }
 
