@@ -36,3 +36,8 @@ PEER_F32 = 2e-6
 PEER_BF16 = 4 * BF16_ULP
 # A whole model with quantized activations: one code that falls on the other side of a tie.
 PEER_MODEL_DYNAMIC = 1e-2
+
+# Native products of codes against XLA's, of the largest result: XLA fuses a scale with the sum that
+# follows (one rounding instead of two), and in a training step that may turn an activation's code.
+CODES_TILES = 1e-6
+CODES_STEP = 1e-4

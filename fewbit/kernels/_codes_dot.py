@@ -178,17 +178,23 @@ def _scaled(
     return (total.astype(jnp.float32) * left * right).astype(spec.out_dtype)
 
 
-def _on_one_device(*args: jax.Array, spec: CodesProduct) -> jax.Array:
-    return _call(*args[:4], spec=spec)
+def _on_one_device(
+    lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, _: Any, *, spec: CodesProduct
+) -> jax.Array:
+    return _call(lhs, rhs, lhs_scale, rhs_scale, spec)
 
 
-def _spread(*args: jax.Array, spec: CodesProduct) -> jax.Array:
-    return spread_codes(_call, _scaled, args[:4], spec)
+def _spread(
+    lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, _: Any, *, spec: CodesProduct
+) -> jax.Array:
+    return spread_codes(_call, _scaled, (lhs, rhs, lhs_scale, rhs_scale), spec)
 
 
 mlir.register_lowering(codes_dot_p, mlir.lower_fun(_reference, multiple_results=False))
 mlir.register_lowering(
-    codes_dot_p, native_lowering(_spread, _on_one_device, _reference), platform="cpu"
+    codes_dot_p,
+    native_lowering(_spread, _on_one_device, _reference, export=_reference),
+    platform="cpu",
 )
 
 
