@@ -13,4 +13,5 @@ from fewbit.kernels._info import info as info
 from fewbit.kernels._native import native_available as native_available
 from fewbit.kernels._panel_product import ROWS as ROWS
 from fewbit.kernels._panel_product import panel_product as panel_product
+from fewbit.kernels._quantize import quantize_natively as quantize_natively
 from fewbit.kernels._speed import runs_on as runs_on

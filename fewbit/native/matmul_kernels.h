@@ -113,6 +113,16 @@ struct QuantizeRow {
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
 
+constexpr int kColumnsAtOnce = 256;
+
+struct QuantizeColumns {
+  const float* x;         // [rows][stride]
+  int64_t rows, stride;
+  int64_t count;          // columns, at most kColumnsAtOnce
+  int8_t* codes;          // [rows][stride]
+  float* scales;          // [count]; NaN where the column is not finite
+};
+
 // Lines of codes as they lie in an array: k of line l at codes + lines[l] + ks[k].
 struct CodeLines {
   const int8_t* codes;
@@ -168,6 +178,7 @@ struct Kernels {
   void (*dot_columns[kMaxStreamRows])(const FewRows&);
   void (*add_rows[kMaxStreamRows])(const FewRows&);
   void (*scale_sums)(const ScaleSums&);
+  void (*quantize_columns)(const QuantizeColumns&);
 };
 
 extern const Kernels kPortableKernels;

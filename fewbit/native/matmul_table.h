@@ -6,6 +6,7 @@
 
 #include "codes_direct.h"
 #include "codes_pack.h"
+#include "codes_quantize.h"
 #include "matmul_tiles.h"
 
 namespace fewbit {
@@ -23,9 +24,6 @@ float RoundedToBf16(float value) {
 // reciprocal of a shared scale and divides by one that is not shared; in bfloat16 it divides and
 // rounds the quotient.
 void QuantizeOneRow(const QuantizeRow& r) {
-  constexpr float kPerBound = 1.0f / 127.5f;
-  constexpr float kSmallest = 0x1p-63f;    // below it a range counts as nothing: scale 1
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
   for (int64_t from = 0, g = 0; from < r.length; from += r.group, ++g) {
     const int64_t count = r.length - from < r.group ? r.length - from : r.group;
     const float* x = r.x + from;
@@ -48,7 +46,7 @@ void QuantizeOneRow(const QuantizeRow& r) {
     if (r.round_to_bf16) {
       scale = RoundedToBf16(scale);
     }
-    scale = scale < kSmallest ? 1.0f : scale;
+    scale = scale < kSmallestScale ? 1.0f : scale;
     r.scales[g] = scale;
     const float per_scale = 1.0f / scale;
     if (r.round_to_bf16) {
@@ -123,6 +121,7 @@ constexpr Kernels MakeKernels(const char* name) {
       {DotColumns<T, 1>, DotColumns<T, 2>, DotColumns<T, 3>, DotColumns<T, 4>},
       {AddRows<T, 1>, AddRows<T, 2>, AddRows<T, 3>, AddRows<T, 4>},
       ScaleOneRow,
+      QuantizeSomeColumns,
   };
 }
 

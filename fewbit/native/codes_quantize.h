@@ -1,0 +1,55 @@
+// Columns of floats to int8 codes with a scale each, as QuantizeOneRow does for rows.
+// Internal linkage only, as in matmul_stream.h.
+
+#ifndef FEWBIT_NATIVE_CODES_QUANTIZE_H_
+#define FEWBIT_NATIVE_CODES_QUANTIZE_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "matmul_kernels.h"
+
+namespace fewbit {
+namespace {
+
+constexpr float kPerBound = 1.0f / 127.5f;
+constexpr float kSmallestScale = 0x1p-63f;  // below it a range counts as nothing: scale 1
+constexpr float kRounder = 12582912.0f;     // 1.5 * 2^23: adding it rounds half to even
+
+void QuantizeSomeColumns(const QuantizeColumns& q) {
+  int32_t largest[kColumnsAtOnce] = {};  // magnitudes order like their bits, NaN above infinity
+  const float* x = q.x;
+  for (int64_t r = 0; r < q.rows; ++r, x += q.stride) {
+    for (int64_t c = 0; c < q.count; ++c) {
+      int32_t bits;
+      std::memcpy(&bits, x + c, sizeof bits);
+      bits &= 0x7fffffff;
+      largest[c] = bits > largest[c] ? bits : largest[c];
+    }
+  }
+  float per_scale[kColumnsAtOnce];
+  for (int64_t c = 0; c < q.count; ++c) {
+    const bool finite = largest[c] < 0x7f800000;
+    float absmax;
+    std::memcpy(&absmax, largest + c, sizeof absmax);
+    float scale = absmax * kPerBound;
+    scale = scale < kSmallestScale ? 1.0f : scale;
+    q.scales[c] = finite ? scale : __builtin_nanf("");
+    per_scale[c] = finite ? 1.0f / scale : 0.0f;
+  }
+  x = q.x;
+  int8_t* codes = q.codes;
+  for (int64_t r = 0; r < q.rows; ++r, x += q.stride, codes += q.stride) {
+    for (int64_t c = 0; c < q.count; ++c) {
+      float units = x[c] * per_scale[c];
+      units = units > 127.0f ? 127.0f : units;
+      units = units > -128.0f ? units : units == units ? -128.0f : 0.0f;
+      codes[c] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fewbit
+
+#endif  // FEWBIT_NATIVE_CODES_QUANTIZE_H_
