@@ -10,6 +10,7 @@ namespace {
 
 constexpr int32_t kZero = 128;  // the code of zero within a panel
 constexpr int kBits = 8;
+constexpr int64_t kFewRows = 8;  // packing pays from here on
 constexpr int64_t kFewestColumns = 64;
 constexpr int64_t kMostColumns = 4096;   // of a block of few rows; their sums stay in the L1 cache
 constexpr int64_t kPackedBytes = 16 << 20;  // rows that are packed at once
@@ -47,7 +48,7 @@ class CodesRun {
         team_(team),
         dot_(dot),
         // One or few columns are better read as rows of the transposed product.
-        turned_(Size(dot.rhs.lines) <= kMaxStreamRows && Size(dot.rhs.lines) < Size(dot.lhs.lines)),
+        turned_(Size(dot.rhs.lines) <= kFewRows && Size(dot.rhs.lines) < Size(dot.lhs.lines)),
         rows_(turned_ ? dot.rhs : dot.lhs),
         columns_(turned_ ? dot.lhs : dot.rhs),
         row_count_(Size(rows_.lines)),
@@ -60,7 +61,7 @@ class CodesRun {
 
   void Run() const {
     const bool in_order = columns_touch_ || column_ks_touch_;
-    if (row_count_ <= kMaxStreamRows && in_order && k_ > 0) {
+    if (row_count_ <= kFewRows && in_order && k_ > 0) {
       FewRowsAtOnce();
     } else {
       Tiled();
@@ -152,17 +153,21 @@ class CodesRun {
         to[k + shift] = row[rows_.ks[static_cast<size_t>(k)]];
       }
     }
-    const FewRows few{columns_.codes + columns_.batch[static_cast<size_t>(entry)],
-                      columns_.lines.data() + first,
-                      count,
-                      columns_.ks.data(),
-                      k_,
-                      a,
-                      stride,
-                      sums,
-                      count};
-    const size_t height = static_cast<size_t>(row_count_ - 1);
-    (by_columns ? kernels_.dot_columns : kernels_.add_rows)[height](few);
+    FewRows few{columns_.codes + columns_.batch[static_cast<size_t>(entry)],
+                columns_.lines.data() + first,
+                count,
+                columns_.ks.data(),
+                k_,
+                a,
+                stride,
+                sums,
+                count};
+    for (int64_t r = 0; r < row_count_; r += kMaxStreamRows) {
+      const int64_t height = std::min<int64_t>(kMaxStreamRows, row_count_ - r);
+      few.a = a + r * stride;
+      few.out = sums + r * count;
+      (by_columns ? kernels_.dot_columns : kernels_.add_rows)[height - 1](few);
+    }
     for (int64_t r = 0; r < row_count_; ++r) {
       Write(entry, r, first, count, sums + r * count);
     }
@@ -243,13 +248,15 @@ class CodesRun {
     for (const Piece& piece : plan.pieces) {
       quads = std::max(quads, piece.bounds.back() - piece.bounds.front());
     }
-    const size_t sums = static_cast<size_t>(rows) * kPanel, bytes = static_cast<size_t>(quads) * 4 * kPanel;
+    const size_t sums = static_cast<size_t>(rows) * kPanel;
+    const size_t bytes = static_cast<size_t>(quads) * 4 * kPanel;
     char* scratch = static_cast<char*>(ScratchBytes(
         Scratch::kBlock, sums * 4 + kPanel * 4 + bytes + bytes * static_cast<size_t>(plan.words)));
     int32_t* partial = reinterpret_cast<int32_t*>(scratch);
     float* scales = reinterpret_cast<float*>(partial + sums);
     uint8_t* codes = reinterpret_cast<uint8_t*>(scales + kPanel);
-    const IntSpace space{nullptr, partial, scales, nullptr, reinterpret_cast<int32_t*>(codes + bytes)};
+    const IntSpace space{nullptr, partial, scales, nullptr,
+                         reinterpret_cast<int32_t*>(codes + bytes)};
     const IntRows packed_rows{packed.words + entry * row_count_ * plan.quads * plan.words,
                               packed.sums + entry * row_count_, ones.data(), 0, first_row};
     if (plan.pieces.empty()) {

@@ -55,8 +55,9 @@ Operand Understand(const std::string& name, const ffi::AnyBuffer& buffer, Axes b
     for (int64_t axis : axes) {
       const bool there = axis >= 0 && axis < static_cast<int64_t>(dims.size());
       Require(there && !taken[static_cast<size_t>(axis)],
-              name + " has no axis " + std::to_string(axis) + ", or it is named twice; its shape is " +
-                  Show(dims) + ", the axes are " + Show(batch) + " and " + Show(summed));
+              name + " has no axis " + std::to_string(axis) +
+                  ", or it is named twice; its shape is " + Show(dims) + ", the axes are " +
+                  Show(batch) + " and " + Show(summed));
       taken[static_cast<size_t>(axis)] = true;
     }
   }

@@ -16,31 +16,38 @@ constexpr float kPerBound = 1.0f / 127.5f;
 constexpr float kSmallestScale = 0x1p-63f;  // below it a range counts as nothing: scale 1
 constexpr float kRounder = 12582912.0f;     // 1.5 * 2^23: adding it rounds half to even
 
-void QuantizeSomeColumns(const QuantizeColumns& q) {
-  int32_t largest[kColumnsAtOnce] = {};  // magnitudes order like their bits, NaN above infinity
-  const float* x = q.x;
-  for (int64_t r = 0; r < q.rows; ++r, x += q.stride) {
-    for (int64_t c = 0; c < q.count; ++c) {
+// The bits of the largest magnitude of each column: magnitudes order like their bits, and every NaN
+// lies above infinity.
+void LargestOfColumns(const ColumnBlock& block, int32_t* largest) {
+  std::memset(largest, 0, static_cast<size_t>(block.columns) * sizeof *largest);
+  const float* x = block.x;
+  for (int64_t r = 0; r < block.rows; ++r, x += block.columns) {
+    for (int64_t c = 0; c < block.columns; ++c) {
       int32_t bits;
       std::memcpy(&bits, x + c, sizeof bits);
       bits &= 0x7fffffff;
       largest[c] = bits > largest[c] ? bits : largest[c];
     }
   }
-  float per_scale[kColumnsAtOnce];
-  for (int64_t c = 0; c < q.count; ++c) {
+}
+
+// Scales from those bits, NaN where a column is not finite, and their reciprocals, 0 there.
+void ScalesOfColumns(const int32_t* largest, int64_t columns, float* scales, float* per_scale) {
+  for (int64_t c = 0; c < columns; ++c) {
     const bool finite = largest[c] < 0x7f800000;
     float absmax;
     std::memcpy(&absmax, largest + c, sizeof absmax);
     float scale = absmax * kPerBound;
     scale = scale < kSmallestScale ? 1.0f : scale;
-    q.scales[c] = finite ? scale : __builtin_nanf("");
+    scales[c] = finite ? scale : __builtin_nanf("");
     per_scale[c] = finite ? 1.0f / scale : 0.0f;
   }
-  x = q.x;
-  int8_t* codes = q.codes;
-  for (int64_t r = 0; r < q.rows; ++r, x += q.stride, codes += q.stride) {
-    for (int64_t c = 0; c < q.count; ++c) {
+}
+
+void CodesOfColumns(const ColumnBlock& block, const float* per_scale, int8_t* codes) {
+  const float* x = block.x;
+  for (int64_t r = 0; r < block.rows; ++r, x += block.columns, codes += block.columns) {
+    for (int64_t c = 0; c < block.columns; ++c) {
       float units = x[c] * per_scale[c];
       units = units > 127.0f ? 127.0f : units;
       units = units > -128.0f ? units : units == units ? -128.0f : 0.0f;

@@ -113,14 +113,10 @@ struct QuantizeRow {
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
 
-constexpr int kColumnsAtOnce = 256;
-
-struct QuantizeColumns {
-  const float* x;         // [rows][stride]
-  int64_t rows, stride;
-  int64_t count;          // columns, at most kColumnsAtOnce
-  int8_t* codes;          // [rows][stride]
-  float* scales;          // [count]; NaN where the column is not finite
+// Some rows of a matrix whose columns have a scale each.
+struct ColumnBlock {
+  const float* x;         // [rows][columns]
+  int64_t rows, columns;
 };
 
 // Lines of codes as they lie in an array: k of line l at codes + lines[l] + ks[k].
@@ -178,7 +174,10 @@ struct Kernels {
   void (*dot_columns[kMaxStreamRows])(const FewRows&);
   void (*add_rows[kMaxStreamRows])(const FewRows&);
   void (*scale_sums)(const ScaleSums&);
-  void (*quantize_columns)(const QuantizeColumns&);
+  void (*largest_of_columns)(const ColumnBlock&, int32_t* largest);
+  void (*scales_of_columns)(const int32_t* largest, int64_t columns, float* scales,
+                            float* per_scale);
+  void (*codes_of_columns)(const ColumnBlock&, const float* per_scale, int8_t* codes);
 };
 
 extern const Kernels kPortableKernels;

@@ -121,7 +121,9 @@ constexpr Kernels MakeKernels(const char* name) {
       {DotColumns<T, 1>, DotColumns<T, 2>, DotColumns<T, 3>, DotColumns<T, 4>},
       {AddRows<T, 1>, AddRows<T, 2>, AddRows<T, 3>, AddRows<T, 4>},
       ScaleOneRow,
-      QuantizeSomeColumns,
+      LargestOfColumns,
+      ScalesOfColumns,
+      CodesOfColumns,
   };
 }
 

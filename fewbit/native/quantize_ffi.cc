@@ -49,6 +49,43 @@ Shape ShapeOf(ffi::Span<const int64_t> dims, int64_t first, int64_t last,
   return shape;
 }
 
+// Whole rows at a time, as they lie: first the ranges of some rows each, then their codes.
+void QuantizeColumns(const fewbit::Kernels& kernels, const fewbit::Workers& team, const Shape& s,
+                     const float* x, int8_t* codes, float* scales) {
+  const int64_t worth = std::max<int64_t>(s.rows * s.columns / kWorthTaking, 1);
+  const int64_t wanted = (4 * team.threads + s.outer - 1) / s.outer;
+  const int64_t parts = std::min(std::min(worth, wanted), s.rows);
+  const size_t columns = static_cast<size_t>(s.columns), outer = static_cast<size_t>(s.outer);
+  // [outer][parts][columns] of ranges, then [outer][columns] of reciprocal scales.
+  const size_t ranges = outer * static_cast<size_t>(parts) * columns;
+  auto* largest = static_cast<int32_t*>(
+      fewbit::ScratchBytes(fewbit::Scratch::kCall, (ranges + outer * columns) * 4));
+  float* per_scale = reinterpret_cast<float*>(largest + ranges);
+  const auto block = [&](int64_t unit) {
+    const int64_t first = s.rows * (unit % parts) / parts;
+    const int64_t end = s.rows * (unit % parts + 1) / parts;
+    const float* start = x + (unit / parts * s.rows + first) * s.columns;
+    return fewbit::ColumnBlock{start, end - first, s.columns};
+  };
+  fewbit::ParallelFor(team, s.outer * parts, [&](int64_t unit) {
+    kernels.largest_of_columns(block(unit), largest + unit * s.columns);
+  });
+  for (int64_t o = 0; o < s.outer; ++o) {
+    int32_t* all = largest + o * parts * s.columns;
+    for (int64_t part = 1; part < parts; ++part) {
+      for (int64_t c = 0; c < s.columns; ++c) {
+        all[c] = std::max(all[c], all[part * s.columns + c]);
+      }
+    }
+    kernels.scales_of_columns(all, s.columns, scales + o * s.columns, per_scale + o * s.columns);
+  }
+  fewbit::ParallelFor(team, s.outer * parts, [&](int64_t unit) {
+    const fewbit::ColumnBlock rows = block(unit);
+    kernels.codes_of_columns(rows, per_scale + unit / parts * s.columns, codes + (rows.x - x));
+  });
+  fewbit::ReleaseLargeScratch(fewbit::Scratch::kCall);
+}
+
 ffi::Error Quantize(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                     ffi::ResultBuffer<ffi::S8> codes, ffi::ResultBuffer<ffi::F32> scale,
                     int64_t first, int64_t last) {
@@ -79,14 +116,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
         }
       });
     } else {
-      const int64_t blocks = (s.columns + fewbit::kColumnsAtOnce - 1) / fewbit::kColumnsAtOnce;
-      fewbit::ParallelFor(team, s.outer * blocks, [&](int64_t unit) {
-        const int64_t column = unit % blocks * fewbit::kColumnsAtOnce;
-        const int64_t at = unit / blocks * s.rows * s.columns + column;
-        kernels.quantize_columns({from + at, s.rows, s.columns,
-                                  std::min<int64_t>(fewbit::kColumnsAtOnce, s.columns - column),
-                                  to + at, scales + unit / blocks * s.columns + column});
-      });
+      QuantizeColumns(kernels, team, s, from, to, scales);
     }
   } catch (const Refused& refused) {
     return ffi::Error::InvalidArgument("fewbit quantize_int8: " + refused.why);
