@@ -274,7 +274,8 @@ class CodesRun {
                             codes);
       const Panel unpacked{codes, reinterpret_cast<const uint8_t*>(ones.data()), nullptr, nullptr,
                            nullptr, span, &group, 1, kZero, kScaleF32};
-      MultiplyIntPiece(kernels_, plan, kBits, true, unpacked, piece, begin, end, packed_rows, space);
+      MultiplyIntPiece(kernels_, plan, kBits, true, unpacked, piece, begin, end, packed_rows,
+                       space);
     }
     for (int64_t r = 0; r < rows; ++r) {
       Write(first + entry, first_row + r, column, count, partial + r * kPanel);
