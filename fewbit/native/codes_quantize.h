@@ -16,6 +16,14 @@ constexpr float kPerBound = 1.0f / 127.5f;
 constexpr float kSmallestScale = 0x1p-63f;  // below it a range counts as nothing: scale 1
 constexpr float kRounder = 12582912.0f;     // 1.5 * 2^23: adding it rounds half to even
 
+// The nearest code. The limits keep a product from being fused with the sum, which would round
+// once for both.
+inline int8_t CodeOf(float units) {
+  const float above = units > -128.0f ? units : -128.0f;
+  const float inside = above < 127.0f ? above : 127.0f;
+  return static_cast<int8_t>(static_cast<int32_t>((inside + kRounder) - kRounder));
+}
+
 // The bits of the largest magnitude of each column: magnitudes order like their bits, and every NaN
 // lies above infinity.
 void LargestOfColumns(const ColumnBlock& block, int32_t* largest) {
@@ -45,13 +53,11 @@ void ScalesOfColumns(const int32_t* largest, int64_t columns, float* scales, flo
 }
 
 void CodesOfColumns(const ColumnBlock& block, const float* per_scale, int8_t* codes) {
+  const int64_t rows = block.rows, columns = block.columns;  // bytes written might be those there
   const float* x = block.x;
-  for (int64_t r = 0; r < block.rows; ++r, x += block.columns, codes += block.columns) {
-    for (int64_t c = 0; c < block.columns; ++c) {
-      float units = x[c] * per_scale[c];
-      units = units > 127.0f ? 127.0f : units;
-      units = units > -128.0f ? units : units == units ? -128.0f : 0.0f;
-      codes[c] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+  for (int64_t r = 0; r < rows; ++r, x += columns, codes += columns) {
+    for (int64_t c = 0; c < columns; ++c) {
+      codes[c] = CodeOf(x[c] * per_scale[c]);
     }
   }
 }

@@ -51,15 +51,13 @@ void QuantizeOneRow(const QuantizeRow& r) {
     const float per_scale = 1.0f / scale;
     if (r.round_to_bf16) {
       for (int64_t k = 0; k < count; ++k) {
-        float units = RoundedToBf16(x[k] / scale);
-        units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-        codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+        codes[k] = CodeOf(RoundedToBf16(x[k] / scale));
       }
+    } else if (count == 1) {
+      codes[0] = CodeOf(x[0] / scale);
     } else {
       for (int64_t k = 0; k < count; ++k) {
-        float units = count == 1 ? x[k] / scale : x[k] * per_scale;
-        units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-        codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+        codes[k] = CodeOf(x[k] * per_scale);
       }
     }
   }
