@@ -7,6 +7,7 @@ NATIVE_SOURCES := CMakeLists.txt $(wildcard fewbit/native/*.cc fewbit/native/*.h
 BUILD_REQUIRES = $(BIN)/python -c "import tomllib; \
   print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')"
 SANITIZED := build/sanitized
+NATIVE_TESTS := $(addprefix tests/test_,native.py native_matmul.py native_quantize.py codes_dot.py)
 
 export FEWBIT_REQUIRE_NATIVE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -58,8 +59,7 @@ test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 # The programs kernels_test and conv_test run the kernels of all instruction sets, AVX-512 through
 # SIMDe if the CPU lacks it (Debian: libsimde-dev; without it they say what they could not test).
 test-native: .venv  ## the native part, plain and under sanitizers
-	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
-	  tests/test_native_conv.py
+	$(BIN)/python -m pytest -q --strict-skips $(NATIVE_TESTS)
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DFEWBIT_WERROR=ON -DFEWBIT_NATIVE_TESTS=ON -DFEWBIT_SANITIZE=address,undefined
@@ -69,8 +69,7 @@ test-native: .venv  ## the native part, plain and under sanitizers
 	FEWBIT_NATIVE_LIBRARY=$(CURDIR)/$(SANITIZED)/libfewbit_native.so \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
-	  tests/test_native_conv.py \
+	  $(BIN)/python -m pytest -q --strict-skips $(NATIVE_TESTS) \
 	  -k "not every_format and not instruction_sets"
 
 bench: .venv  ## every measurement in bench/, one after the other

@@ -13,10 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fewbit
+from fewbit import kernels
 
 PARAMS = {"up": normal(0, 64, 128), "down": normal(1, 128, 64)}
 SPECS = {"up": P(None, "m"), "down": P("m", None)}
 X = normal(2, 16, 64)
+INT8_DOT = "native int8" if kernels.native_available() else "xla int8 dot"
 
 
 def mesh_of(kind):
@@ -80,7 +82,7 @@ def test_shard_map_runs_each_shard_quantized():
         return block(params["up"], params["down"], x)
 
     qf, qp, plan = quantized(f, W8A8, PARAMS, X)
-    assert [row.runs_on for row in plan.sites] == ["xla int8 dot", "xla int8 dot"]
+    assert [row.runs_on for row in plan.sites] == [INT8_DOT, INT8_DOT]
     assert relative_error(jax.jit(qf)(qp, X), f(PARAMS, X)) < 0.05
 
 
@@ -92,7 +94,7 @@ def test_weight_behind_a_sharding_constraint_stays_quantized():
         return x @ w
 
     qf, qp, plan = quantized(f, W8A8, {"up": PARAMS["up"]}, X)
-    assert plan.sites[0].runs_on == "xla int8 dot"
+    assert plan.sites[0].runs_on == INT8_DOT
     assert relative_error(jax.jit(qf)(qp, X), X @ PARAMS["up"]) < 0.03
 
 

@@ -39,3 +39,8 @@ PEER_MODEL_DYNAMIC = 1e-2
 # Two ways to run one model with quantized activations: a difference in the last place of a sum may
 # turn a code of the next layer's activations.
 CODE_OF_NEXT_LAYER = 2e-2
+
+# Native products of codes against XLA's, of the largest result: XLA fuses a scale with the sum that
+# follows (one rounding instead of two), and in a training step that may turn an activation's code.
+CODES_TILES = 1e-6
+CODES_STEP = 1e-4

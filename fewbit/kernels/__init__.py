@@ -5,6 +5,9 @@ registered with JAX, when it is first asked for. Without it everything runs thro
 """
 
 from fewbit.kernels._absmax import absmax_rows as absmax_rows
+from fewbit.kernels._codes_dot import SCALED as SCALED
+from fewbit.kernels._codes_dot import codes_dot as codes_dot
+from fewbit.kernels._codes_dot import runs_natively as runs_natively
 from fewbit.kernels._conv import LONGEST_CHANNEL_SUM as LONGEST_CHANNEL_SUM
 from fewbit.kernels._conv import Window as Window
 from fewbit.kernels._info import KernelInfo as KernelInfo
@@ -14,4 +17,5 @@ from fewbit.kernels._panel_conv import panel_conv as panel_conv
 from fewbit.kernels._panel_conv import plain_conv as plain_conv
 from fewbit.kernels._panel_product import ROWS as ROWS
 from fewbit.kernels._panel_product import panel_product as panel_product
+from fewbit.kernels._quantize import quantize_natively as quantize_natively
 from fewbit.kernels._speed import runs_on as runs_on

@@ -18,7 +18,14 @@ LIBRARY_VARIABLE = "FEWBIT_NATIVE_LIBRARY"
 ISA_VARIABLE = "FEWBIT_ISA"
 """Environment variable: the instruction set to use, one that the CPU has; the best one if unset."""
 
-FUNCTIONS = ("fewbit_absmax_rows", "fewbit_channel_conv", "fewbit_conv", "fewbit_matmul")
+FUNCTIONS = (
+    "fewbit_absmax_rows",
+    "fewbit_channel_conv",
+    "fewbit_codes_dot",
+    "fewbit_conv",
+    "fewbit_matmul",
+    "fewbit_quantize_int8",
+)
 """Symbols of the library, which are also the names of the FFI targets."""
 
 _LIBRARY_NAME = "libfewbit_native.so"

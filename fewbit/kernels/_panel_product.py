@@ -20,7 +20,14 @@ from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
-from fewbit.kernels._partition import shares_panels, spread, weight_rule, zero_with_devices
+from fewbit.kernels._partition import (
+    alike,
+    native_lowering,
+    shares_panels,
+    spread,
+    weight_rule,
+    zero_with_devices,
+)
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray, dequantize, quantize
 
@@ -91,21 +98,6 @@ def panel_product(
         jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
     )
     return _bind(*alike(args), spec=spec)
-
-
-def alike(args: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Inside `shard_map`, operands that vary over the same mesh axes."""
-
-    def varying(a):
-        return frozenset(jax.typeof(a).manual_axis_type.varying)
-
-    axes = frozenset().union(*map(varying, args))
-
-    def vary(a):
-        missing = tuple(axes - varying(a))
-        return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-    return tuple(map(vary, args)) if axes else args
 
 
 panel_dot_p = Primitive("fewbit_panel_dot")
@@ -228,21 +220,9 @@ def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
 
 
 mlir.register_lowering(panel_dot_p, mlir.lower_fun(_reference, multiple_results=False))
-
-
-def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, spec: Product) -> Any:
-    """Native on one device or spread over known ones; else left to XLA, which can always share."""
-    context = ctx.module_context.axis_context
-    function: Any = _native
-    if isinstance(context, mlir.ShardingContext):
-        if context.num_devices == 1:
-            function = _on_one_device
-        elif context.device_assignment is None:
-            function = _reference
-    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, spec=spec)
-
-
-mlir.register_lowering(panel_dot_p, _lower_on_cpu, platform="cpu")
+mlir.register_lowering(
+    panel_dot_p, native_lowering(_native, _on_one_device, _reference), platform="cpu"
+)
 
 
 # --- derivatives: only of a float x; straight-through rules for quantized rows are the caller's ---

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit.packing_panels import COLUMNS
@@ -59,6 +60,45 @@ def zero_with_devices() -> jax.Array:
     up only in the lowering of our primitive, which is too late.
     """
     return _marked(jnp.zeros((), jnp.int32))
+
+
+def alike(args: tuple[jax.Array, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
+    """Inside `shard_map`, operands that vary over the same mesh axes (and those of `others`)."""
+
+    def varying(a):
+        return frozenset(jax.typeof(a).manual_axis_type.varying)
+
+    axes = frozenset().union(*map(varying, (*args, *others)))
+
+    def vary(a):
+        missing = tuple(axes - varying(a))
+        return jax.lax.pcast(a, missing, to="varying") if missing else a
+
+    return tuple(map(vary, args)) if axes else args
+
+
+def native_lowering(
+    spread: Local, local: Local, reference: Local, export: Local | None = None
+) -> Any:
+    """A primitive's lowering on a CPU.
+
+    `local` on one device, `spread` over known ones, else `reference`, which XLA can always share.
+    `export`, if given, is for programs that leave this machine; JAX refuses native calls in them.
+    """
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
+        context = ctx.module_context.axis_context
+        function = spread
+        if export is not None and ctx.module_context.lowering_parameters.for_export:
+            function = export
+        elif isinstance(context, mlir.ShardingContext):
+            if context.num_devices == 1:
+                function = local
+            elif context.device_assignment is None:
+                function = reference
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
+
+    return lower
 
 
 @functools.lru_cache(maxsize=1024)

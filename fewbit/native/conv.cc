@@ -9,7 +9,7 @@
 namespace fewbit {
 namespace {
 
-constexpr double kWorthSharing = 1e6;  // multiply-adds that pay for waking a thread
+constexpr double kWorthAThread = 1e6;  // multiply-adds that pay for waking a thread
 constexpr int64_t kFewestRows = 48;
 constexpr int64_t kMostRows = 512;     // their sums (256 bytes each) should stay in the L2 cache
 constexpr int64_t kShallow = 8;        // below it a pixel is too short for a tap of its own
@@ -39,7 +39,7 @@ std::string RunConv(const Kernels& kernels, const Workers& workers, const Conv& 
     return "";
   }
   Workers team = workers;
-  if (static_cast<double>(m.rows) * static_cast<double>(m.k * m.n) < kWorthSharing || !team.schedule) {
+  if (static_cast<double>(m.rows) * static_cast<double>(m.k * m.n) < kWorthAThread || !team.schedule) {
     team.threads = 1;
   }
   const Plan plan = MakePlan(kernels, team.threads, m);

@@ -12,7 +12,7 @@
 namespace fewbit {
 namespace {
 
-constexpr double kWorthSharing = 3e5;  // multiply-adds that pay for waking a thread
+constexpr double kWorthAThread = 3e5;  // multiply-adds that pay for waking a thread
 // Floats of a block's part of the image: half of a usual L2 cache.
 constexpr int64_t kBlockFloats = 32 * 1024;
 
@@ -181,7 +181,7 @@ std::string RunChannelConv(const Kernels& kernels, const Workers& workers,
   Workers team = workers;
   const double work = static_cast<double>(rows) *
                       static_cast<double>(conv.n * w.all_taps() * w.depth());
-  if (work < kWorthSharing || !team.schedule) {
+  if (work < kWorthAThread || !team.schedule) {
     team.threads = 1;
   }
   const ImageSource from{conv.x, conv.x_type, conv.quantize_x, conv.x_scale, conv.x_scale_rows};

@@ -150,6 +150,27 @@ struct Avx2 {
             _mm256_add_epi32(sum.b, _mm256_madd_epi16(narrow.b, one))};
   }
 
+  // Signed codes as 16-bit numbers: 32 k of one column, or pairs of k of 16 columns.
+  using Wide = I;
+  static Wide Widen(const int8_t* p) {
+    const __m128i* v = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128(v)), _mm256_cvtepi8_epi16(_mm_loadu_si128(v + 1))};
+  }
+  static I DotWide(I sum, Wide w, const int16_t* a) {
+    const I x = LoadI(a);
+    return {_mm256_add_epi32(sum.a, _mm256_madd_epi16(w.a, x.a)),
+            _mm256_add_epi32(sum.b, _mm256_madd_epi16(w.b, x.b))};
+  }
+  static I Pairs(const int8_t* p, const int8_t* q) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+    return {_mm256_cvtepi8_epi16(_mm_unpacklo_epi8(x, y)),
+            _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(x, y))};
+  }
+  static I DotPair(I sum, I pairs, int32_t a) { return DotWord(sum, pairs, a); }
+  // The sum of each of 16 vectors that lie one after the other.
+  static I LaneSums(const int32_t* p) { return {LaneSums8(p), LaneSums8(p + 128)}; }
+
   // The bytes of the 16 values apart: byte shuffles look up each, and unpacking joins them, at
   // half the cost of two permutations and a blend. What comes out has k along the lanes.
   struct WideTable {
@@ -281,6 +302,18 @@ struct Avx2 {
  private:
   static I Even(I quad) { return And(quad, SetI(0x00ff00ff)); }
   static I Odd(I quad) { return {_mm256_srli_epi16(quad.a, 8), _mm256_srli_epi16(quad.b, 8)}; }
+  static __m256i LaneSums8(const int32_t* p) {
+    __m256i v[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+      const I halves = LoadI(p + i * 16);
+      v[i] = _mm256_add_epi32(halves.a, halves.b);
+    }
+    const __m256i x = _mm256_hadd_epi32(_mm256_hadd_epi32(v[0], v[1]), _mm256_hadd_epi32(v[2], v[3]));
+    const __m256i y = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
+    return _mm256_add_epi32(_mm256_permute2x128_si256(x, y, 0x20),
+                            _mm256_permute2x128_si256(x, y, 0x31));
+  }
   static __m256 LookUpHalf(const Table& table, __m256i index) {
     const __m256 low = _mm256_permutevar8x32_ps(table.low, index);
     const __m256 high = _mm256_permutevar8x32_ps(table.high, index);

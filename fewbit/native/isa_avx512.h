@@ -96,6 +96,35 @@ struct Avx512 {
     return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(a));
   }
 
+  // Signed codes as 16-bit numbers: 32 k of one column, or pairs of k of 16 columns.
+  using Wide = I;
+  static Wide Widen(const int8_t* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static I DotWide(I sum, Wide w, const int16_t* a) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(w, LoadI(a)));
+  }
+  static I Pairs(const int8_t* p, const int8_t* q) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i y = _mm_loadu_si128(reinterpret_cast<const __m128i*>(q));
+    return _mm512_cvtepi8_epi16(_mm256_inserti128_si256(
+        _mm256_castsi128_si256(_mm_unpacklo_epi8(x, y)), _mm_unpackhi_epi8(x, y), 1));
+  }
+  static I DotPair(I sum, I pairs, int32_t a) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi32(a)));
+  }
+  // The sum of each of 16 vectors that lie one after the other.
+  static I LaneSums(const int32_t* p) {
+    uint32_t sums[16];
+    for (int i = 0; i < 16; ++i) {
+      sums[i] = 0;
+      for (int lane = 0; lane < 16; ++lane) {
+        sums[i] += static_cast<uint32_t>(p[i * 16 + lane]);
+      }
+    }
+    return LoadI(sums);
+  }
+
  private:
   static __m256 Halved(D v) {
     const __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(v), 1);

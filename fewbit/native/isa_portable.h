@@ -191,6 +191,40 @@ struct Portable {
     return AddI(sum, {Madd(w.a, pair), Madd(w.b, pair), Madd(w.c, pair), Madd(w.d, pair)});
   }
 
+  // Signed codes as 16-bit numbers: 32 k of one column, or pairs of k of 16 columns.
+  using Wide = I;
+  static Wide Widen(const int8_t* p) {
+    int16_t wide[32];
+    for (int i = 0; i < 32; ++i) {
+      wide[i] = p[i];
+    }
+    return LoadI(wide);
+  }
+  static I DotWide(I sum, Wide w, const int16_t* a) {
+    const I x = LoadI(a);
+    return AddI(sum, {Madd(w.a, x.a), Madd(w.b, x.b), Madd(w.c, x.c), Madd(w.d, x.d)});
+  }
+  static I Pairs(const int8_t* p, const int8_t* q) {
+    int16_t pairs[32];
+    for (int i = 0; i < 16; ++i) {
+      pairs[2 * i] = p[i];
+      pairs[2 * i + 1] = q[i];
+    }
+    return LoadI(pairs);
+  }
+  static I DotPair(I sum, I pairs, int32_t a) { return DotWord(sum, pairs, a); }
+  // The sum of each of 16 vectors that lie one after the other.
+  static I LaneSums(const int32_t* p) {
+    uint32_t sums[16];
+    for (int i = 0; i < 16; ++i) {
+      sums[i] = 0;
+      for (int lane = 0; lane < 16; ++lane) {
+        sums[i] += static_cast<uint32_t>(p[i * 16 + lane]);
+      }
+    }
+    return LoadI(sums);
+  }
+
  private:
   template <class V>
   static V Load(const void* p) {

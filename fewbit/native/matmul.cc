@@ -7,18 +7,10 @@
 
 #include "activations.h"
 #include "bf16.h"
-#include "matmul_plan.h"
+#include "matmul_pieces.h"
 
 namespace fewbit {
 namespace {
-
-// Waking another thread costs about as long as this much work takes.
-constexpr int64_t kWorthSharing = 400 * 1000;
-constexpr int64_t kBlockBytes = 64 * 1024;
-
-// Row tiles that go over all strips of a piece together: their activations (6 rows of 512 floats
-// each) should stay in the L2 cache beside the unpacked piece.
-constexpr size_t kTilesAtOnce = 16;
 
 class Run {
  public:
@@ -122,17 +114,6 @@ class Run {
     return panel;
   }
 
-  template <class Body>
-  void ForTiles(size_t begin, size_t end, int64_t columns, const Body& body) const {
-    for (size_t from = begin; from < end; from += kTilesAtOnce) {
-      for (int64_t column = 0; column < kPanel; column += columns) {
-        for (size_t t = from; t < std::min(end, from + kTilesAtOnce); ++t) {
-          body(plan_.tiles[t], column);
-        }
-      }
-    }
-  }
-
   void FloatPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
                   bool first, const Space& space) const {
     float* floats = reinterpret_cast<float*>(space.unpacked);
@@ -140,7 +121,7 @@ class Run {
         {PanelOfPiece(index, piece), floats, nullptr, nullptr, nullptr});
     const int64_t length = (piece.bounds.back() - piece.bounds.front()) * 4;
     const int64_t columns = kernels_.float_vectors * kLanes;
-    ForTiles(begin, end, columns, [&](const Tile& tile, int64_t column) {
+    ForTiles(plan_, begin, end, columns, [&](const Tile& tile, int64_t column) {
       const float* a =
           a_.floats + tile.first_row * plan_.quads * 4 + piece.bounds.front() * 4 * tile.rows;
       float* c = space.c + (tile.first_row - first_row) * kPanel + column;
@@ -150,39 +131,11 @@ class Run {
 
   void IntPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
                 const Space& space) const {
-    const int bits = m_.format->bits;
-    const Panel panel = PanelOfPiece(index, piece);
-    const bool as_it_is = kernels_.panel_is_unpacked[bits];
-    int32_t* words = as_it_is ? nullptr : reinterpret_cast<int32_t*>(space.unpacked);
-    kernels_.unpack_int[bits - 1]({panel, nullptr, words, space.scales, space.zeros});
-    const int64_t quads = piece.bounds.back() - piece.bounds.front();
-    const int32_t* b = words;
-    if (as_it_is) {
-      b = reinterpret_cast<const int32_t*>(panel.data) + piece.bounds.front() * kPanel;
-    }
-    const int64_t columns = kernels_.int_vectors * kLanes;
-    ForTiles(begin, end, columns, [&](const Tile& tile, int64_t column) {
-      const int64_t row = tile.first_row, local = (row - first_row) * kPanel + column;
-      TileInt args{};
-      args.a = a_.words + (row * plan_.quads + piece.bounds.front() * tile.rows) * plan_.words;
-      args.b = b + column * quads * plan_.words;
-      args.segment_quads = piece.lengths.data();
-      args.segment_group = panel.segment_group;
-      args.segments = panel.segments;
-      args.scales = space.scales + column;
-      args.zeros = panel.zero == nullptr ? nullptr : space.zeros + column;
-      args.sums = a_.sums + row * plan_.segments() + piece.first_segment;
-      args.sums_stride = plan_.segments();
-      args.a_scale = a_.scales + row * a_.scale_columns;
-      args.a_scale_stride = a_.scale_columns;
-      args.scale_each = plan_.scale_each;
-      args.partial = space.partial + local;
-      args.c = space.c + local;
-      args.resume = piece.resume;
-      args.unfinished = piece.unfinished;
-      args.raw = Raw();
-      kernels_.tile_int[bits - 1][tile.rows - 1](args);
-    });
+    const IntRows rows{a_.words, a_.sums, a_.scales, a_.scale_columns, first_row};
+    const IntSpace ints{space.c, space.partial, space.scales, space.zeros,
+                        reinterpret_cast<int32_t*>(space.unpacked)};
+    MultiplyIntPiece(kernels_, plan_, m_.format->bits, Raw(), PanelOfPiece(index, piece), piece,
+                     begin, end, rows, ints);
   }
 
   void Write(int64_t index, int64_t first_row, int64_t rows, const float* sums) const {

@@ -144,6 +144,45 @@ struct QuantizeRow {
 };
 
 struct ConvKernels;  // conv_kernels.h
+// Some rows of a matrix whose columns have a scale each.
+struct ColumnBlock {
+  const float* x;         // [rows][columns]
+  int64_t rows, columns;
+};
+
+// Lines of codes as they lie in an array: k of line l at codes + lines[l] + ks[k].
+struct CodeLines {
+  const int8_t* codes;
+  const int64_t* lines;   // [count]
+  int count;              // at most kMaxTileRows as rows, kPanel as columns
+  const int64_t* ks;      // [length]
+  int64_t length, quads;  // 4 * quads >= length; what is missing counts as zero
+  bool lines_touch;       // one byte from a line to the next
+  bool ks_touch;          // one byte from a k to the next
+};
+
+// Few rows times codes that are read once, where they lie.
+struct FewRows {
+  const int8_t* codes;
+  const int64_t* columns; // [count]
+  int64_t count;
+  const int64_t* ks;      // [length]
+  int64_t length;
+  const int16_t* a;       // [rows][a_stride], see codes_direct.h
+  int64_t a_stride;
+  int32_t* out;           // [rows][out_stride]
+  int64_t out_stride;
+};
+
+// One row of sums, scaled: as numbers, times one scale and then times the other.
+struct ScaleSums {
+  const int32_t* sums;    // [count]
+  const float* columns;   // [count]
+  int64_t count;
+  float row;
+  bool columns_first;
+  float* out;             // [count], may be `sums`
+};
 
 struct Kernels {
   const char* name;
@@ -168,6 +207,15 @@ struct Kernels {
   void (*unpack_dots[kDecodings])(const UnpackDots&);
   void (*tile_dots[kMaxTileRows])(const TileDots&);
   const ConvKernels* conv;
+  void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
+  void (*pack_columns)(const CodeLines&, uint8_t* panel);
+  void (*dot_columns[kMaxStreamRows])(const FewRows&);
+  void (*add_rows[kMaxStreamRows])(const FewRows&);
+  void (*scale_sums)(const ScaleSums&);
+  void (*largest_of_columns)(const ColumnBlock&, int32_t* largest);
+  void (*scales_of_columns)(const int32_t* largest, int64_t columns, float* scales,
+                            float* per_scale);
+  void (*codes_of_columns)(const ColumnBlock&, const float* per_scale, int8_t* codes);
 };
 
 extern const Kernels kPortableKernels;

@@ -11,6 +11,11 @@
 
 namespace fewbit {
 
+// Waking another thread costs about as long as this many products take.
+constexpr int64_t kWorthSharing = 400 * 1000;
+// Codes that are worth taking as a block of work where each is read once.
+constexpr int64_t kBlockBytes = 64 * 1024;
+
 // Part of k that is unpacked at once: whole segments, or a part of one.
 struct Piece {
   int64_t first_segment;

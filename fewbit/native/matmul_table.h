@@ -1,9 +1,12 @@
-// The packing of activations, and the table of one instruction set's kernels.
+// The quantization of activations, and the table of one instruction set's kernels.
 // Internal linkage only, as in matmul_stream.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
 #define FEWBIT_NATIVE_MATMUL_TABLE_H_
 
+#include "codes_direct.h"
+#include "codes_pack.h"
+#include "codes_quantize.h"
 #include "conv_kernels.h"
 #include "matmul_dots.h"
 #include "matmul_tiles.h"
@@ -17,29 +20,6 @@ void QuantizeOneRow(const QuantizeRow& r) {
     const int64_t count = r.length - from < r.group ? r.length - from : r.group;
     r.scales[g] = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
     CodesOf(r.x + from, count, r.scales[g], count == 1, r.round_to_bf16, r.codes + from);
-  }
-}
-
-// Rows of codes to [quad][words][rows]: four codes in a word, or (0, 2) and (1, 3) as 16-bit pairs.
-void PackCodes(const int8_t* codes, int64_t stride, int rows, int64_t quads, int words,
-               int32_t* packed) {
-  for (int m = 0; m < rows; ++m) {
-    const int8_t* row = codes + m * stride;
-    int32_t* out = packed + m;
-    if (words == 1) {
-      for (int64_t q = 0; q < quads; ++q, out += rows) {
-        std::memcpy(out, row + q * 4, 4);
-      }
-    } else {
-      for (int64_t q = 0; q < quads; ++q, out += rows * 2) {
-        const int8_t* a = row + q * 4;
-        for (int i = 0; i < 2; ++i) {
-          out[i * rows] = static_cast<int32_t>(
-              static_cast<uint32_t>(static_cast<uint16_t>(a[i])) |
-              static_cast<uint32_t>(static_cast<uint16_t>(a[i + 2])) << 16);
-        }
-      }
-    }
   }
 }
 
@@ -112,6 +92,14 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv) {
        TileDotsRows<T, (T::kDotRows > 3 ? 4 : 1)>, TileDotsRows<T, (T::kDotRows > 4 ? 5 : 1)>,
        TileDotsRows<T, (T::kDotRows > 5 ? 6 : 1)>},
       conv,
+      PackRows,
+      PackColumns,
+      {DotColumns<T, 1>, DotColumns<T, 2>, DotColumns<T, 3>, DotColumns<T, 4>},
+      {AddRows<T, 1>, AddRows<T, 2>, AddRows<T, 3>, AddRows<T, 4>},
+      ScaleOneRow,
+      LargestOfColumns,
+      ScalesOfColumns,
+      CodesOfColumns,
   };
 }
 

@@ -10,9 +10,6 @@
 namespace fewbit {
 namespace {
 
-// Waking another thread costs about as long as this much work takes.
-constexpr int64_t kWorthSharing = 400 * 1000;
-
 // Panels that are unpacked at once, and quads of them that a tile of rows goes over at once: these
 // (16 KB) and the rows of the tile should stay in the L1 cache.
 constexpr int64_t kPiecePanels = 8;

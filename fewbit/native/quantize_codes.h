@@ -46,25 +46,29 @@ inline float ScaleOfLargest(int32_t largest, bool round_to_bf16) {
   return scale < kSmallest ? 1.0f : scale;
 }
 
+// The nearest code. The limits keep a product from being fused with the sum, which would round
+// once for both.
+inline int8_t CodeOf(float units) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
+  const float above = units > -128.0f ? units : -128.0f;
+  const float inside = above < 127.0f ? above : 127.0f;
+  return static_cast<int8_t>(static_cast<int32_t>((inside + kRounder) - kRounder));
+}
+
 // In float32 XLA multiplies with the reciprocal of a shared scale and divides by one that is not
 // shared; in bfloat16 it divides and rounds the quotient.
 inline void CodesOf(const float* x, int64_t count, float scale, bool divide, bool round_to_bf16,
                     int8_t* codes) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
   const float per_scale = 1.0f / scale;
   if (scale != scale) {
     std::memset(codes, 0, static_cast<size_t>(count));
   } else if (round_to_bf16) {
     for (int64_t k = 0; k < count; ++k) {
-      float units = RoundedToBf16(x[k] / scale);
-      units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-      codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+      codes[k] = CodeOf(RoundedToBf16(x[k] / scale));
     }
   } else {
     for (int64_t k = 0; k < count; ++k) {
-      float units = divide ? x[k] / scale : x[k] * per_scale;
-      units = units > 127.0f ? 127.0f : units < -128.0f ? -128.0f : units;
-      codes[k] = static_cast<int8_t>(static_cast<int32_t>((units + kRounder) - kRounder));
+      codes[k] = CodeOf(divide ? x[k] / scale : x[k] * per_scale);
     }
   }
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fewbit.kernels import quantize_natively
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
 
 
@@ -37,4 +38,5 @@ class Deferred:
 
     def quantized(self) -> QArray:
         """The QArray it stands for."""
-        return quantize_with(self.array, self.how)
+        native = quantize_natively(self.array, self.how)
+        return quantize_with(self.array, self.how) if native is None else native

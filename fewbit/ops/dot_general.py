@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fewbit._qarray_panels import PanelArray
+from fewbit.kernels import SCALED
+from fewbit.ops.codes import native_product, native_sums, runs_natively, sums_of_codes
 from fewbit.ops.decision import Decision, decide_dot, unwrap
 from fewbit.ops.deferred import Deferred
 from fewbit.ops.panels import describe as describe_panel_dot
@@ -57,7 +59,8 @@ def dot_general(
 
     The result has `preferred_element_type`, or the promotion of the logical dtypes. Two operands of
     8-bit codes are multiplied as codes and scaled afterwards; otherwise they are dequantized first.
-    A weight in panels goes to the native kernels. `describe_dot` tells which.
+    A weight in panels and, on a CPU, int8 codes with int8 codes go to the native kernels.
+    `describe_dot` tells which.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -109,7 +112,10 @@ def describe_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
         jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
         for q in (lhs, rhs)
     )
-    return decide_dot(lhs, rhs, numbers).describe("dot")
+    decision = decide_dot(lhs, rhs, numbers)
+    if decision.on_codes and runs_natively(lhs, rhs, numbers, decision):
+        return "native int8"
+    return decision.describe("dot")
 
 
 def _check_shapes(lhs: QArray, rhs: QArray, dimension_numbers: Any) -> None:
@@ -129,14 +135,16 @@ def _dot_on_codes(
     n_batch, n_tiled = len(lhs_batch), len(left.tiled)
     if out_sharding is not None and n_tiled:
         out_sharding = sharding_with_tiles(out_sharding, left, right, n_batch)
-    # `precision` is not passed on: products of codes are exact at every setting.
-    total = lax.dot_general(
-        left.codes,
-        right.codes,
-        ((left.contracting, right.contracting), (left.outer, right.outer)),
-        preferred_element_type=jnp.int32 if decision.arithmetic == "int8" else jnp.float32,
-        out_sharding=out_sharding,
-    )
+    wide = scale_dtype_for(dtype, lhs, rhs)
+    native = out_sharding is None and runs_natively(lhs, rhs, numbers, decision)
+    if native and wide == jnp.float32 and left.zero_point is None and right.zero_point is None:
+        straight = not n_tiled and jnp.dtype(dtype).name in SCALED
+        total = native_product(left, right, dtype if straight else wide)
+        return _added_up(total, n_batch, n_tiled).astype(dtype)
+    if native:
+        total = native_sums(left, right)
+    else:
+        total = sums_of_codes(left, right, out_sharding, decision)
     gap_left, gap_right = len(right.free), len(left.free)
     if left.zero_point is not None:
         zero = left.in_output(left.zero_point.astype(jnp.int32), gap_left, True)
@@ -146,13 +154,15 @@ def _dot_on_codes(
     if right.zero_point is not None:
         zero = right.in_output(right.zero_point.astype(jnp.int32), gap_right, False)
         total = total - placed_like(zero, total) * placed_like(left.summed(gap_left, True), total)
-    wide = scale_dtype_for(dtype, lhs, rhs)
     total = total.astype(wide)
     total = total * placed_like(left.in_output(scale_in(lhs, wide), gap_left, True), total)
     total = total * placed_like(right.in_output(scale_in(rhs, wide), gap_right, False), total)
-    if n_tiled:
-        total = jnp.sum(total, axis=tuple(range(n_batch, n_batch + n_tiled)))
-    return total.astype(dtype)
+    return _added_up(total, n_batch, n_tiled).astype(dtype)
+
+
+def _added_up(total: jax.Array, first: int, count: int) -> jax.Array:
+    """The sum over the tiles."""
+    return jnp.sum(total, axis=tuple(range(first, first + count))) if count else total
 
 
 def dot(

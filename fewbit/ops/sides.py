@@ -55,6 +55,12 @@ class Side:
         order = [*self.apart, *self.batch, *self.tiled, *self.free]
         return lay_out(part, order, self._gap(other_free, leads))
 
+    def in_lines(self, part: jax.Array) -> jax.Array:
+        """A scale of full size along (batch, tiles, this side's free axes)."""
+        free = [self.place[axis] for axis in self.free]
+        shape = [self.codes.shape[axis] for axis in (*self.outer, *free)]
+        return jnp.broadcast_to(self.in_output(part, 0, True), shape)
+
     def summed(self, other_free: int, leads: bool) -> jax.Array:
         """Codes added up along each contraction (per tile), in the output's layout."""
         total = jnp.sum(self.codes, axis=tuple(self.contracting), dtype=jnp.int32, keepdims=True)

@@ -65,6 +65,20 @@ inline __m512 cvtepi32_ps(__m512i v) { return _mm512_castsi512_ps(Lanes<float>(v
 inline __m512 cvtph_ps(__m256i v) { return _mm512_castsi512_ps(Lanes<float>(v, FromHalf{})); }
 inline __m512i srai_epi32(__m512i v, unsigned n) { return Lanes<int32_t>(v, SignedShift{n}); }
 
+// SIMDe has it, under a macro of the masked form's arguments.
+inline __m512i madd_epi16(__m512i x, __m512i y) {
+  int16_t a[32], b[32];
+  int32_t sums[16];
+  __m512i result;
+  std::memcpy(a, &x, sizeof a);
+  std::memcpy(b, &y, sizeof b);
+  for (int i = 0; i < 16; ++i) {
+    sums[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  }
+  std::memcpy(&result, sums, sizeof sums);
+  return result;
+}
+
 }  // namespace emulated
 }  // namespace fewbit
 
@@ -72,6 +86,8 @@ inline __m512i srai_epi32(__m512i v, unsigned n) { return Lanes<int32_t>(v, Sign
 #define _mm512_cvtepu16_epi32 fewbit::emulated::cvtepu16_epi32
 #define _mm512_cvtepi32_ps fewbit::emulated::cvtepi32_ps
 #define _mm512_cvtph_ps fewbit::emulated::cvtph_ps
+#undef _mm512_madd_epi16
+#define _mm512_madd_epi16 fewbit::emulated::madd_epi16
 #define _mm512_srai_epi32 fewbit::emulated::srai_epi32
 
 #endif  // FEWBIT_TESTS_NATIVE_AVX512_EMULATED_H_

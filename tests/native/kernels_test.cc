@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "codes_dot.h"
 #include "matmul.h"
 #include "matmul_transposed.h"
 #include "pack_code.h"
@@ -243,6 +244,83 @@ int64_t CheckAll(const Kernels& kernels, bool* good) {
   return count;
 }
 
+// One side of a product of codes: [batch][lines][k] if k is last, else [batch][k][lines]; every
+// other byte of it where it is scattered.
+struct Codes {
+  std::vector<int8_t> bytes;
+  CodesSide side;
+  std::vector<float> scale;
+
+  Codes(int64_t batch, int64_t lines, int64_t k, bool k_last, bool scattered) {
+    const int64_t inner = k_last ? k : lines, outer = k_last ? lines : k, step = scattered ? 2 : 1;
+    for (int64_t i = 0; i < batch * outer * inner * step; ++i) {
+      bytes.push_back(static_cast<int8_t>(Random(-128, 127)));
+    }
+    std::vector<int64_t>& slow = k_last ? side.lines : side.ks;
+    std::vector<int64_t>& fast = k_last ? side.ks : side.lines;
+    for (int64_t i = 0; i < batch; ++i) {
+      side.batch.push_back(i * outer * inner * step);
+    }
+    for (int64_t i = 0; i < outer; ++i) {
+      slow.push_back(i * inner * step);
+    }
+    for (int64_t i = 0; i < inner; ++i) {
+      fast.push_back(i * step);
+    }
+    for (int64_t i = 0; i < batch * lines; ++i) {
+      scale.push_back(static_cast<float>(Random(1, 100)) / 64.0f);
+    }
+    side.codes = bytes.data();
+    side.scale = scale.data();
+  }
+};
+
+bool CheckCodes(const Kernels& kernels, const Workers& workers, const Codes& lhs, const Codes& rhs,
+                bool raw) {
+  const size_t rows = lhs.side.lines.size(), columns = rhs.side.lines.size();
+  std::vector<float> result(lhs.side.batch.size() * rows * columns, -1.0f);
+  RunCodesDot(kernels, workers,
+              {lhs.side, rhs.side, result.data(), raw ? Element::kS32 : Element::kF32});
+  for (size_t i = 0; i < result.size(); ++i) {
+    const size_t entry = i / (rows * columns), row = i / columns % rows, column = i % columns;
+    const int8_t* a = lhs.side.codes + lhs.side.batch[entry] + lhs.side.lines[row];
+    const int8_t* b = rhs.side.codes + rhs.side.batch[entry] + rhs.side.lines[column];
+    int32_t want = 0;
+    for (size_t k = 0; k < lhs.side.ks.size(); ++k) {
+      want += a[lhs.side.ks[k]] * b[rhs.side.ks[k]];
+    }
+    float number = static_cast<float>(want) * lhs.scale[entry * rows + row];
+    number = number * rhs.scale[entry * columns + column];
+    if (std::memcmp(&result[i], raw ? static_cast<void*>(&want) : &number, 4) != 0) {
+      std::printf("%s codes %zux%zux%zu: element %zu is wrong\n", kernels.name, rows,
+                  lhs.side.ks.size(), columns, i);
+      return false;
+    }
+  }
+  return true;
+}
+
+int64_t CheckAllCodes(const Kernels& kernels, bool* good) {
+  struct {
+    int64_t batch, rows, k, columns;
+  } shapes[] = {{1, 1, 37, 70},  {2, 2, 64, 33},  {1, 3, 5, 3},    {3, 4, 100, 130}, {1, 7, 70, 20},
+                {1, 9, 1100, 66}, {20, 6, 33, 17}, {1, 30, 64, 2}, {1, 13, 0, 4}};
+  int64_t count = 0;
+  for (const auto& s : shapes) {
+    for (int order = 0; order < 6; ++order) {
+      const Codes lhs(s.batch, s.rows, s.k, order % 2 == 0, order > 3);
+      const Codes rhs(s.batch, s.columns, s.k, order / 2 % 2 == 0, order > 3);
+      for (int threads = 1; threads <= 3; threads += 2) {
+        Team team(threads);
+        *good = CheckCodes(kernels, team.workers, lhs, rhs, true) && *good;
+        *good = CheckCodes(kernels, team.workers, lhs, rhs, false) && *good;
+        count += 2;
+      }
+    }
+  }
+  return count;
+}
+
 }  // namespace
 }  // namespace fewbit
 
@@ -250,7 +328,8 @@ int main() {
   bool good = true;
   for (const fewbit::Kernels* kernels : fewbit::SetsToTest()) {
     bool each = true;
-    const int64_t count = fewbit::CheckAll(*kernels, &each);
+    const int64_t count =
+        fewbit::CheckAll(*kernels, &each) + fewbit::CheckAllCodes(*kernels, &each);
     std::printf("%-22s %ld products, %s\n", kernels->name, static_cast<long>(count),
                 each ? "all right" : "WRONG");
     good = good && each;

@@ -1,0 +1,127 @@
+"""Floats to int8 codes on the way to a product: native on one CPU device, XLA's program elsewhere.
+
+XLA needs several passes over memory for it, some of them on one thread and value by value, and in
+a quantized training step there are six such operands for three products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from fewbit.kernels._native import native_available
+from fewbit.qarray import HowToQuantize, QArray, quantize_with
+
+# Fewer values are quantized before a call has begun.
+_FEWEST_VALUES = 2**12
+
+
+def quantize_natively(x: jax.Array, how: HowToQuantize) -> QArray | None:
+    """`quantize_with(x, how)` by one native call, or None where there is none for it.
+
+    The codes and scales are the same; where a range is not finite its scale is NaN.
+
+    >>> quantize_natively(jnp.ones((2, 2)), HowToQuantize(qtype='int8')) is None  # not worth it
+    True
+    """
+    axes = _axes(x, how)
+    if axes is None or jax.default_backend() != "cpu" or not native_available():
+        return None
+    codes, scale = quantize_int8_p.bind(x, axes=axes)
+    return QArray(codes, scale, None, how.qtype).with_dtype(x.dtype)
+
+
+def _axes(x: jax.Array, how: HowToQuantize) -> tuple[int, int] | None:
+    """The first and the last (exclusive) of the axes that share a scale, if they are neighbours."""
+    if not all(isinstance(size, int) for size in x.shape) or x.size < _FEWEST_VALUES:
+        return None
+    if x.dtype != jnp.float32 or str(how.qtype) != "int8" or how.calibration_method != "absmax":
+        return None
+    if how.noise_fn is not None or how.scale_dtype is not None or how.tiled_axes:
+        return None
+    own = {axis % x.ndim for axis in how.channelwise_axes}
+    shared = [axis for axis in range(x.ndim) if axis not in own]
+    if not shared or shared[-1] - shared[0] != len(shared) - 1:
+        return None
+    first, last = shared[0], shared[-1] + 1
+    # A scale that nothing shares is divided by, not multiplied with its reciprocal.
+    if np.prod(x.shape[first:last]) < 2:
+        return None
+    if any(entry is not None for entry in jax.typeof(x).sharding.spec):
+        return None  # an explicit mesh, on which XLA works out where results lie
+    return first, last
+
+
+quantize_int8_p = Primitive("fewbit_quantize_int8")
+quantize_int8_p.multiple_results = True
+
+
+@quantize_int8_p.def_impl
+def _run(x: jax.Array, *, axes: tuple[int, int]) -> Any:
+    with jax.disable_jit(False):
+        return _compiled(x, axes=axes)
+
+
+@quantize_int8_p.def_abstract_eval
+def _shapes(x: Any, *, axes: tuple[int, int]) -> Any:
+    first, last = axes
+    scale = (*x.shape[:first], *[1] * (last - first), *x.shape[last:])
+    return x.update(dtype=jnp.dtype(jnp.int8)), x.update(shape=scale)
+
+
+def _reference(x: jax.Array, *, axes: tuple[int, int]) -> list[jax.Array]:
+    own = [axis for axis in range(x.ndim) if not axes[0] <= axis < axes[1]]
+    q = quantize_with(x, HowToQuantize(qtype="int8", channelwise_axes=own))
+    return [q.qvalue, q.scale]
+
+
+def _call(x: jax.Array, *, axes: tuple[int, int]) -> list[jax.Array]:
+    first, last = axes
+    scale = (*x.shape[:first], *[1] * (last - first), *x.shape[last:])
+    results = (
+        jax.ShapeDtypeStruct(x.shape, jnp.int8),
+        jax.ShapeDtypeStruct(scale, jnp.float32),
+    )
+    call = jax.ffi.ffi_call("fewbit_quantize_int8", results)
+    return list(call(x, first=np.int64(first), last=np.int64(last)))
+
+
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, x: Any, *, axes: tuple[int, int]) -> Any:
+    context = ctx.module_context.axis_context
+    alone = isinstance(context, mlir.ShardingContext) and context.num_devices == 1
+    leaves = ctx.module_context.lowering_parameters.for_export
+    function = _call if alone and not leaves else _reference
+    return mlir.lower_fun(function, multiple_results=True)(ctx, x, axes=axes)
+
+
+mlir.register_lowering(quantize_int8_p, mlir.lower_fun(_reference, multiple_results=True))
+mlir.register_lowering(quantize_int8_p, _lower_on_cpu, platform="cpu")
+
+
+def _jvp(primals: Any, tangents: Any, *, axes: tuple[int, int]) -> Any:
+    (x,), (t,) = primals, tangents
+    if isinstance(t, ad.Zero):
+        out = quantize_int8_p.bind(x, axes=axes)
+        return out, [ad.Zero(jax.typeof(one).to_tangent_aval()) for one in out]
+    return jax.jvp(lambda x: _reference(x, axes=axes), (x,), (t,))
+
+
+ad.primitive_jvps[quantize_int8_p] = _jvp
+
+
+def _batch(args: Any, dims: Any, *, axes: tuple[int, int]) -> Any:
+    (x,), (dim,) = args, dims
+    first, last = axes
+    if first < dim < last:
+        x, dim = jnp.moveaxis(x, dim, 0), 0
+    step = int(dim <= first)
+    return quantize_int8_p.bind(x, axes=(first + step, last + step)), [dim, dim]
+
+
+batching.primitive_batchers[quantize_int8_p] = _batch
+_compiled = jax.jit(lambda x, *, axes: quantize_int8_p.bind(x, axes=axes), static_argnames="axes")
