@@ -142,7 +142,7 @@ def table(results: dict[str, Any]) -> str:
     others = [n for n in NAMES if n != BASE]
     short = [n.replace(" weight-only", " w-only").replace("fewbit int8", "fewbit") for n in others]
     short = [n.replace("XLA int8", "XLA") for n in short]
-    head = f"{'int8; times as fast as XLA float32':36}{'f32 ms':>8}{'GOP/s':>7}"
+    head = f"{'times as fast as XLA f32':24}{'f32 ms':>7}{'GOP/s':>6}"
     lines = [head + "".join(f"{n:>15}" for n in short)]
     for name, row in results.items():
         base = row[BASE]
@@ -154,8 +154,8 @@ def table(results: dict[str, Any]) -> str:
             else "-"
             for n in others
         ]
-        lines.append(f"{name:36}{base['ms']:>8.3g}{rate:>7}" + "".join(f"{c:>15}" for c in cells))
-    lines.append("the second number of a column: GOP/s")
+        lines.append(f"{name:24}{base['ms']:>7.3g}{rate:>6}" + "".join(f"{c:>15}" for c in cells))
+    lines.append("int8 kernels; the second number of a column: GOP/s")
     return "\n".join(lines)
 
 

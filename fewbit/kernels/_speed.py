@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 # XLA's integer product needs a few rows to pay for quantizing them (bench/products.py); its integer
-# convolution never does (bench/convolutions.py).
+# convolution is as fast as float32 at best, and far slower at worst (bench/convolutions.py).
 _ROWS_FOR_INT8 = 8
 
 
