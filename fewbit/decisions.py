@@ -176,6 +176,12 @@ def _roles(ts: TracedSite, side: int, origin: Origin) -> str | None:
             return None
         _, channel, *spatial = ts.eqn.params["dimension_numbers"].rhs_spec
         return leaf_roles(origin, spatial, (channel,))
+    if ts.site.op == "ragged_dot":
+        numbers = ts.eqn.params["ragged_dot_dimension_numbers"]
+        (_, summed), batch = numbers.dot_dimension_numbers
+        ragged = tuple(numbers.lhs_ragged_dimensions) == (0,) and not batch[0] and side == 1
+        groups = numbers.rhs_group_dimensions
+        return leaf_roles(origin, summed, stacked=groups) if ragged else None
     if ts.eqn.primitive.name != "dot_general":
         return None
     summed, batch = ts.eqn.params["dimension_numbers"]

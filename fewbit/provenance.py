@@ -111,11 +111,15 @@ def _axis_granularity(pieces: list[tuple[int, int, str | int]], size: int) -> st
 
 
 def leaf_roles(
-    origin: Origin, summed: Collection[int], innermost: Collection[int] = ()
+    origin: Origin,
+    summed: Collection[int],
+    innermost: Collection[int] = (),
+    stacked: Collection[int] = (),
 ) -> str | None:
     """What a product does with each axis of the leaf: 'l' a stack, 'k' summed over, 'n' a column.
 
-    Axes in `innermost` are summed over too and get 'c': the input channels of a convolution.
+    Axes in `innermost` are summed over too and get 'c': the input channels of a convolution. Axes
+    in `stacked` are the groups of a ragged product.
 
     None where the product sees only a part of the leaf, or splits an axis between the two: such a
     leaf is no stack of matrices for it.
@@ -133,7 +137,8 @@ def leaf_roles(
                 if atom.size != 1:
                     return None
                 continue
-            roles[atom.axis] += "k" if local in summed else "c" if local in innermost else "n"
+            named = (("k", summed), ("c", innermost), ("l", stacked))
+            roles[atom.axis] += next((role for role, axes in named if local in axes), "n")
             seen[atom.axis] *= atom.size
     for axis, size in enumerate(origin.leaf_shape):
         if roles[axis] and (seen[axis] != size or len(set(roles[axis])) != 1):

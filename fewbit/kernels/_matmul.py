@@ -70,7 +70,8 @@ def matmul(
         float8_e4m3fn.
       zero: uint8 of the same shape, in units of the unsigned codes; uint8[0] if there is none.
       tensor_scale: float32 scalar, a factor of the whole result.
-      layer: int32 scalar, which entry of the (flattened) lead axes.
+      layer: int32 scalar, which entry of the (flattened) lead axes; or int32 for each of them:
+        how many rows of x, one after the other, are multiplied with it.
       act_scale: [M or 1, 1 or groups] for int8 codes; [0] for a float x.
       qtype: name of the weight's format.
       k: length of the contraction.

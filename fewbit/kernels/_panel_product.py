@@ -61,11 +61,13 @@ def panel_product(
     act_scale: jax.Array | None = None,
     act_tile: int = 0,
     out_dtype: Any = jnp.float32,
+    group_sizes: jax.Array | None = None,
 ) -> jax.Array:
     """x [M, K] times the weight's matrix [K, N].
 
     `act='dynamic'` quantizes the rows of x to int8 first, `act='codes'` says that x is int8 codes
-    already, with `act_scale` [M, K/act_tile].
+    already, with `act_scale` [M, K/act_tile]. With `group_sizes` the weight is a stack, of which
+    each entry gets so many of the rows, as in `jax.lax.ragged_dot`.
 
     >>> from fewbit._qarray_panels import to_panels
     >>> w = to_panels(quantize(jnp.ones((32, 3)), 'int8', channelwise_axes=(1,)), 'kn')
@@ -73,7 +75,7 @@ def panel_product(
     Array([31.9, 31.9, 31.9], dtype=float32)
     """
     view = weight.panels
-    if weight.lead:
+    if len(weight.lead) != (group_sizes is not None):
         raise ValueError(f"{weight!r} is a stack: take an entry with at_layer(i) first.")
     k, n = view.length("k"), view.length("n")
     if x.ndim != 2 or x.shape[1] != k:
@@ -95,9 +97,19 @@ def panel_product(
         jnp.ones((), jnp.float32)
         if tensor_scale is None
         else tensor_scale.astype(jnp.float32).reshape(()),
-        jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(()),
+        _entries(weight, math.prod(stack), group_sizes),
     )
     return _bind(*alike(args), spec=spec)
+
+
+def _entries(weight: PanelArray, count: int, group_sizes: jax.Array | None) -> jax.Array:
+    """The entry of the stack that is multiplied, or the rows of each of its `count` entries."""
+    layer = jnp.zeros((), jnp.int32) if weight.layer is None else weight.layer.reshape(())
+    if group_sizes is None:
+        return layer
+    sizes = group_sizes.astype(jnp.int32)
+    first = layer * sizes.shape[0]
+    return jax.lax.dynamic_update_slice(jnp.zeros((count,), jnp.int32), sizes, (first,))
 
 
 panel_dot_p = Primitive("fewbit_panel_dot")
@@ -133,6 +145,8 @@ def _native(*operands: jax.Array, spec: Product) -> jax.Array:
     scales = f"{row} s" if act_scale.ndim == 2 else "s"
     weight = weight_rule("p" if by_panels else "q", zero.ndim > 1)
     rule = ", ".join(["m i", scales, *weight]) + (" -> m (p c)" if by_panels else " -> m j")
+    if operands[-1].ndim:  # which entry a row belongs to depends on the rows before it
+        rule = rule.replace("m", "r").replace(" ->", "h ->")
     return spread(_on_one_device, operands, spec, rule)
 
 
@@ -160,6 +174,8 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Produ
 
 
 def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+    if weight[-1].ndim:
+        return _ragged_reference(x, act_scale, *weight, spec=spec)
     if spec.act != "none" and not (spec.tile or spec.act_tile) and _is_integer(spec.qtype):
         return _integer_reference(x, act_scale, *weight, spec=spec)
     matrix = _matrix(spec, *weight)
@@ -182,6 +198,14 @@ def _integer_reference(
         total = total - columns.zero_point.astype(jnp.int32) * sums
     scales = rows.scale.astype(jnp.float32) * columns.scale.astype(jnp.float32)
     return (total.astype(jnp.float32) * scales).astype(spec.out_dtype)
+
+
+def _ragged_reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+    *parts, sizes = weight
+    matrices = jax.vmap(lambda i: _matrix(spec, *parts, i))(jnp.arange(sizes.shape[0]))
+    matrices = jnp.swapaxes(matrices, 1, 2) if spec.transposed else matrices
+    rows = _float_rows(spec, x, act_scale)
+    return jax.lax.ragged_dot(rows, matrices, sizes).astype(spec.out_dtype)
 
 
 def _is_integer(qtype: str) -> bool:
@@ -263,7 +287,7 @@ ad.primitive_transposes[panel_dot_p] = _transpose
 def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     x, act_scale, *weight = args
-    if all(d is None for d in dims[2:]):  # more rows of one product
+    if all(d is None for d in dims[2:]) and args[-1].ndim == 0:  # more rows of one product
         x = leading(x, dims[0], size)
         scaled = act_scale.ndim - (dims[1] is not None) == 2
         if scaled:

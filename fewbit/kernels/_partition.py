@@ -118,7 +118,7 @@ def _spreading(local: Local, spec: Any, rule: str) -> Any:
             whole = type(result.sharding).get_replicated(devices)
             return mesh, functools.partial(local, spec=spec), whole, (whole,) * len(operands)
         places = (*result.sharding.spec, *[None] * (len(between) + 2))[: len(between) + 2]
-        rows, columns = places[0], places[-1]
+        rows, columns = places[0] if right[0] == "m" else None, places[-1]
         ways = 1
         for name in (columns,) if isinstance(columns, str) else columns or ():
             ways *= mesh.shape[name]

@@ -171,7 +171,9 @@ class BoxedParamProvider(QuantizationProvider):
             lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
         )
         groups = (group_sizes, group_offset)
-        return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot, groups)
+        return quantized_product(
+            product, (lhs, rhs), hows, ops.describe_ragged_dot, groups, measure=ops.Deferred
+        )
 
 
 class PtqProvider(BoxedParamProvider):

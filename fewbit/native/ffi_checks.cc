@@ -117,23 +117,35 @@ void FillWeight(const WeightOperands& in, int64_t group, Matmul* m) {
           "tensor_scale must be a float32 scalar");
   m->tensor_scale = *in.tensor_scale.typed_data<float>();
 
-  Require(in.layer.element_type() == ffi::S32 && in.layer.dimensions().size() == 0,
-          "layer must be an int32 scalar");
-  const int64_t layer = *in.layer.typed_data<int32_t>();
   int64_t layers = 1;
   for (int64_t dim : lead) {
     layers *= dim;
   }
+  const auto layer_dims = in.layer.dimensions();
+  Require(in.layer.element_type() == ffi::S32 &&
+              (layer_dims.size() == 0 || (layer_dims.size() == 1 && layer_dims[0] == layers)),
+          "layer must be an int32 scalar, or the rows of each of the " + std::to_string(layers) +
+              " entries of data");
+  m->data = static_cast<const uint8_t*>(in.data.untyped_data());
+  m->scale = static_cast<const uint8_t*>(in.scale.untyped_data());
+  m->zero = has_zero ? static_cast<const uint8_t*>(in.zero.untyped_data()) : nullptr;
+  if (layer_dims.size() == 1) {
+    return;
+  }
+  const int64_t layer = *in.layer.typed_data<int32_t>();
   Require(layer >= 0 && layer < layers, "layer " + std::to_string(layer) +
                                             " is not one of the " + std::to_string(layers) +
                                             " that data holds, shape " + Show(dims));
-  const int64_t scale_bytes = static_cast<int64_t>(ffi::ByteWidth(in.scale.element_type()));
-  const int64_t per_layer = panels * m->groups * kPanel;
-  m->data = static_cast<const uint8_t*>(in.data.untyped_data()) +
-            layer * panels * blocks * bits * kPanel * 4;
-  m->scale = static_cast<const uint8_t*>(in.scale.untyped_data()) + layer * per_layer * scale_bytes;
-  m->zero = has_zero ? static_cast<const uint8_t*>(in.zero.untyped_data()) + layer * per_layer
-                     : nullptr;
+  MoveToEntry(layer, m);
+}
+
+void MoveToEntry(int64_t entry, Matmul* m) {
+  static constexpr int64_t kScaleBytes[] = {4, 2, 2, 1, 1};
+  const int64_t panels = CeilDiv(m->n, kPanel), blocks = CeilDiv(m->k, kBlock);
+  const int64_t scales = entry * panels * m->groups * kPanel;
+  m->data += entry * panels * blocks * m->format->bits * kPanel * 4;
+  m->scale += scales * kScaleBytes[m->scale_type];
+  m->zero = m->zero == nullptr ? nullptr : m->zero + scales;
 }
 
 Workers WorkersOf(ffi::ThreadPool& pool) {

@@ -36,8 +36,12 @@ struct WeightOperands {
 
 const Format* FormatOf(std::string_view name);
 
-// Fills in what belongs to the weight; format, k and n are there already.
+// Fills in what belongs to the weight; format, k and n are there already. `layer` is the entry of the
+// stack; where it is a vector, one number of rows per entry, the weight is the first entry.
 void FillWeight(const WeightOperands& in, int64_t group, Matmul* matmul);
+
+// From the first entry of a stack to another one.
+void MoveToEntry(int64_t entry, Matmul* matmul);
 
 Workers WorkersOf(xla::ffi::ThreadPool& pool);
 

@@ -1,5 +1,7 @@
 // The FFI target fewbit_matmul: every shape, type and attribute is checked here, before a read.
 
+#include <algorithm>
+#include <cstring>
 #include <string>
 #include <string_view>
 
@@ -97,6 +99,50 @@ void FillResult(ffi::Result<ffi::AnyBuffer>& result, const Attributes& at, int64
   m->out = result->untyped_data();
 }
 
+void Run(const fewbit::Workers& workers, const fewbit::Matmul& m, bool transposed) {
+  const fewbit::Kernels& kernels = *fewbit::ChosenIsa().kernels;
+  if (transposed) {
+    fewbit::RunTransposed(kernels, workers, m);
+  } else {
+    const std::string problem = fewbit::RunMatmul(kernels, workers, m);
+    Require(problem.empty(), problem);
+  }
+}
+
+int64_t BytesOf(Element type) {
+  return type == Element::kS8 ? 1 : type == Element::kBf16 || type == Element::kF16 ? 2 : 4;
+}
+
+// Each entry of the stack has so many of the rows, one after the other. What goes beyond the rows
+// there are is cut off, and rows beyond the entries' are zero, as in jax.lax.ragged_dot.
+void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
+                const ffi::AnyBuffer& sizes, const Attributes& at) {
+  const int32_t* rows_of = sizes.typed_data<int32_t>();
+  const int64_t x_bytes = (at.transposed ? at.n : at.k) * BytesOf(whole.x_type);
+  const int64_t out_bytes = (at.transposed ? at.k : at.n) * BytesOf(whole.out_type);
+  const int64_t scale_bytes =
+      (whole.x_scale_per_group ? whole.groups : 1) * BytesOf(whole.x_scale_type);
+  int64_t first = 0;
+  for (int64_t entry = 0; entry < sizes.dimensions()[0]; ++entry) {
+    fewbit::Matmul m = whole;
+    m.rows = std::min<int64_t>(std::max(rows_of[entry], 0), whole.rows - first);
+    if (m.rows == 0) {
+      continue;
+    }
+    fewbit::MoveToEntry(entry, &m);
+    m.x = static_cast<const char*>(whole.x) + first * x_bytes;
+    m.out = static_cast<char*>(whole.out) + first * out_bytes;
+    if (whole.x_scale != nullptr && whole.x_scale_rows != 1) {
+      m.x_scale = static_cast<const char*>(whole.x_scale) + first * scale_bytes;
+      m.x_scale_rows = m.rows;
+    }
+    Run(workers, m, at.transposed);
+    first += m.rows;
+  }
+  std::memset(static_cast<char*>(whole.out) + first * out_bytes, 0,
+              static_cast<size_t>((whole.rows - first) * out_bytes));
+}
+
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer tensor_scale,
                     ffi::AnyBuffer layer, ffi::AnyBuffer act_scale,
@@ -119,13 +165,11 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                 (m.x_type == Element::kS8 && m.format->integers() && m.groups == 1),
             "an int32 result holds sums of codes: it needs int8 x, an integer format and one "
             "group");
-    const fewbit::Kernels& kernels = *fewbit::ChosenIsa().kernels;
     const fewbit::Workers workers = fewbit::WorkersOf(pool);
-    if (transposed) {
-      fewbit::RunTransposed(kernels, workers, m);
+    if (layer.dimensions().size() == 0) {
+      Run(workers, m, transposed);
     } else {
-      const std::string problem = fewbit::RunMatmul(kernels, workers, m);
-      Require(problem.empty(), problem);
+      RunEntries(workers, m, layer, at);
     }
   });
 }

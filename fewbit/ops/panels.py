@@ -131,14 +131,37 @@ def _tile_of(x: QArray, dot: PanelDot) -> int | None:
     return tile if single else None
 
 
-def run_panel_dot(dot: PanelDot, x: Any, dtype: Any) -> jax.Array:
+def find_panel_ragged_dot(lhs: Any, rhs: Any, numbers: Any) -> PanelDot | None:
+    """The native form of a ragged_dot whose groups are the entries of a stack, or None."""
+    if not isinstance(rhs, PanelArray) or len(rhs.lead) != 1 or lhs.ndim != 2:
+        return None
+    (summed, batch), roles = numbers.dot_dimension_numbers, rhs.panels.roles
+    places = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
+    if batch[0] or tuple(summed[0]) != (1,) or places != ((0,), (0,)) or rhs.ndim != 3:
+        return None
+    if not kernels.native_available() or lhs.dtype.name not in _FLOATS or on_explicit_mesh(rhs):
+        return None
+    inside, outside = (rhs.panels.axes[a - 1] for a in (summed[1][0], 3 - summed[1][0]))
+    if {roles[a.axis] for a in inside} - {"k"} or {roles[a.axis] for a in outside} - {"n"}:
+        return None
+    if 0 in lhs.shape or is_placed(lhs):
+        return None
+    return PanelDot(rhs, 1, (1,), inside, outside, (rhs.panels.length("n"),))
+
+
+def run_panel_dot(
+    dot: PanelDot, x: Any, dtype: Any, group_sizes: jax.Array | None = None
+) -> jax.Array:
     """The product, in `dtype`."""
     what = arithmetic(dot, x)
-    out_dtype = dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32
+    settings: dict[str, Any] = dict(
+        out_dtype=dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32,
+        group_sizes=group_sizes,
+    )
     if what == "dynamic":
         tile = dot.weight.panels.tile if x.how.tiled_axes else 0
         rows = _rows(dot, x.array)
-        out = panel_product(rows, dot.weight, act=what, act_tile=tile, out_dtype=out_dtype)
+        out = panel_product(rows, dot.weight, act=what, act_tile=tile, **settings)
     elif what == "codes":
         out = panel_product(
             _rows(dot, x.qvalue.astype(jnp.int8)),
@@ -146,14 +169,14 @@ def run_panel_dot(dot: PanelDot, x: Any, dtype: Any) -> jax.Array:
             act=what,
             act_scale=_row_scales(dot, x),
             act_tile=_tile_of(x, dot) or 0,
-            out_dtype=out_dtype,
+            **settings,
         )
     else:
         array = x.quantized() if isinstance(x, Deferred) else x
         array = dequantize(array, jnp.float32) if isinstance(array, QArray) else array
         if array.dtype.name not in kernels.ROWS:
             array = array.astype(jnp.float32)
-        out = panel_product(_rows(dot, array), dot.weight, out_dtype=out_dtype)
+        out = panel_product(_rows(dot, array), dot.weight, **settings)
     return _result(dot, out, x.shape).astype(dtype)
 
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fewbit._qarray_panels import PanelArray
 from fewbit.ops.decision import (
     Decision,
     from_formats,
@@ -24,8 +25,12 @@ from fewbit.ops.decision import (
     tile_on,
     unwrap,
 )
+from fewbit.ops.deferred import Deferred
+from fewbit.ops.panels import describe as describe_panel_dot
+from fewbit.ops.panels import find_panel_ragged_dot, run_panel_dot
 from fewbit.ops.scaling import (
     as_floats,
+    held,
     operand,
     placed_like,
     result_dtype,
@@ -118,9 +123,15 @@ def describe_ragged_dot(
     >>> describe_ragged_dot(x, w)
     'dequantize + float ragged_dot'
     """
-    decision = decide_ragged_dot(
-        unwrap(lhs), unwrap(rhs), ragged_dot_dimension_numbers, group_sizes_ndim
+    lhs, rhs = unwrap(lhs), unwrap(rhs)
+    native = find_panel_ragged_dot(lhs, rhs, ragged_dot_dimension_numbers)
+    if native is not None and group_sizes_ndim == 1:
+        return describe_panel_dot(native, lhs)
+    lhs, rhs = (
+        jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
+        for q in (lhs, rhs)
     )
+    decision = decide_ragged_dot(lhs, rhs, ragged_dot_dimension_numbers, group_sizes_ndim)
     return decision.describe("ragged_dot")
 
 
@@ -172,8 +183,14 @@ def ragged_dot_general(
     >>> ragged_dot_general(x, jnp.ones((2, 4, 3)), jnp.array([5, 3]), numbers).shape
     (8, 3)
     """
-    lhs, rhs, sizes = operand(lhs), operand(rhs), jnp.asarray(group_sizes)
+    lhs, rhs, sizes = held(lhs), held(rhs), jnp.asarray(group_sizes)
     numbers = ragged_dot_dimension_numbers
+    native = find_panel_ragged_dot(lhs, rhs, numbers)
+    if native is not None and sizes.ndim == 1 and group_offset is None and out_sharding is None:
+        dtype = result_dtype((lhs, rhs), preferred_element_type)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return run_panel_dot(native, lhs, dtype, sizes)
+    lhs, rhs = operand(lhs), operand(rhs)
     decision = decide_ragged_dot(lhs, rhs, numbers, sizes.ndim)
     if decision.on_codes:
         dtype = result_dtype((lhs, rhs), preferred_element_type)
