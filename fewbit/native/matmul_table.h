@@ -157,6 +157,9 @@ constexpr Kernels MakeKernels(const char* name) {
       {TileDotsRows<T, 1>, TileDotsRows<T, 2>, TileDotsRows<T, (T::kDotRows > 2 ? 3 : 1)>,
        TileDotsRows<T, (T::kDotRows > 3 ? 4 : 1)>, TileDotsRows<T, (T::kDotRows > 4 ? 5 : 1)>,
        TileDotsRows<T, (T::kDotRows > 5 ? 6 : 1)>},
+      {UnpackTurnedOf<T, 0>, UnpackTurnedOf<T, 1>, UnpackTurnedOf<T, 2>, UnpackTurnedOf<T, 3>,
+       UnpackTurnedOf<T, 4>, UnpackTurnedOf<T, 5>, UnpackTurnedOf<T, 6>, UnpackTurnedOf<T, 7>,
+       UnpackTurnedOf<T, 8>, UnpackTurnedOf<T, 9>, UnpackTurnedOf<T, 10>},
   };
 }
 
