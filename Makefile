@@ -58,7 +58,8 @@ test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 # The program kernels_test runs the kernels of all instruction sets, AVX-512 through SIMDe if the
 # CPU lacks it (Debian: libsimde-dev; without it the program says what it could not test).
 test-native: .venv  ## the native part, plain and under sanitizers
-	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py
+	$(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
+	  tests/test_native_transposed.py
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DFEWBIT_WERROR=ON -DFEWBIT_NATIVE_TESTS=ON -DFEWBIT_SANITIZE=address,undefined
@@ -68,6 +69,7 @@ test-native: .venv  ## the native part, plain and under sanitizers
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q --strict-skips tests/test_native.py tests/test_native_matmul.py \
+	  tests/test_native_transposed.py \
 	  -k "not every_format and not instruction_sets"
 
 bench: .venv  ## every measurement in bench/, one after the other
