@@ -75,6 +75,16 @@ struct Avx512 {
   static D FmaD(D x, D y, D z) { return _mm512_fmadd_ps(x, y, z); }
   static D AddDot(D sum, F x, F y) { return FmaD(x, y, sum); }
   static void StoreParts(float* p, int, F v) { StoreF(p, v); }
+  static void StoreTurned(float* p, int step, const F (&w)[4]) {
+    const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(w[0], w[1]));
+    const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(w[2], w[3]));
+    const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(w[0], w[1]));
+    const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(w[2], w[3]));
+    StoreQuarters(p, 4 * step, _mm512_unpacklo_pd(low01, low23));
+    StoreQuarters(p + step, 4 * step, _mm512_unpackhi_pd(low01, low23));
+    StoreQuarters(p + 2 * step, 4 * step, _mm512_unpacklo_pd(high01, high23));
+    StoreQuarters(p + 3 * step, 4 * step, _mm512_unpackhi_pd(high01, high23));
+  }
   static void AddTotals(const D (&v)[4], float* out) {
     const __m256 sums = _mm256_hadd_ps(_mm256_hadd_ps(Halved(v[0]), Halved(v[1])),
                                        _mm256_hadd_ps(Halved(v[2]), Halved(v[3])));
@@ -126,6 +136,13 @@ struct Avx512 {
   }
 
  private:
+  static void StoreQuarters(float* p, int step, __m512d four) {
+    const __m512 v = _mm512_castpd_ps(four);
+    _mm_storeu_ps(p, _mm512_castps512_ps128(v));
+    _mm_storeu_ps(p + step, _mm512_extractf32x4_ps(v, 1));
+    _mm_storeu_ps(p + 2 * step, _mm512_extractf32x4_ps(v, 2));
+    _mm_storeu_ps(p + 3 * step, _mm512_extractf32x4_ps(v, 3));
+  }
   static __m256 Halved(D v) {
     const __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(v), 1);
     return _mm256_add_ps(_mm512_castps512_ps256(v), _mm256_castpd_ps(high));

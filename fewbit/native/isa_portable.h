@@ -125,6 +125,14 @@ struct Portable {
     StoreD(p + 2 * step, v.c);
     StoreD(p + 3 * step, v.d);
   }
+  static void StoreTurned(float* p, int step, const F (&w)[4]) {
+    for (int n = 0; n < 4; ++n) {
+      StoreD(p + n * step, D{w[0].a[n], w[1].a[n], w[2].a[n], w[3].a[n]});
+      StoreD(p + (n + 4) * step, D{w[0].b[n], w[1].b[n], w[2].b[n], w[3].b[n]});
+      StoreD(p + (n + 8) * step, D{w[0].c[n], w[1].c[n], w[2].c[n], w[3].c[n]});
+      StoreD(p + (n + 12) * step, D{w[0].d[n], w[1].d[n], w[2].d[n], w[3].d[n]});
+    }
+  }
   static void AddTotals(const D (&v)[4], float* out) {
     for (int i = 0; i < 4; ++i) {
       out[i] += (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);

@@ -215,6 +215,48 @@ void TileDotsRows(const TileDots& t) {
   }
 }
 
+template <class T, int kDecoding, int kFirst>
+FEWBIT_INLINE void TurnedUnit(const uint8_t* block, const Meaning<T, kDecoding>& meaning,
+                              typename T::F scale, float* out) {
+  FEWBIT_UNROLL
+  for (int q = 0; q < 4; ++q) {
+    const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block, kFirst + q);
+    typename T::F w[4];
+    FEWBIT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      w[i] = T::MulF(Value<T, kDecoding>(quad, i, meaning), scale);
+    }
+    T::StoreTurned(out + q * 4, T::kFloatVectors * kLanes, w);
+  }
+}
+
+template <class T, int kDecoding>
+void UnpackTurnedOf(const UnpackTurned& u) {
+  constexpr int64_t kBlockBytes = BitsOf(kDecoding) * kPanel * 4;
+  constexpr int kColumns = T::kFloatVectors * kLanes;
+  const Panel& panel = u.panel;
+  const int64_t first = panel.segment_quads[0];
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t from = panel.segment_quads[segment], to = panel.segment_quads[segment + 1];
+    const int64_t group = panel.segment_group[segment];
+    for (int v = 0; v < kVectors; ++v) {
+      const Meaning<T, kDecoding> meaning = MeaningOf<T, kDecoding>(panel, group, v);
+      const typename T::F scale = Scale<T>(panel, group, v);
+      for (int64_t q = from; q < to; q += 4) {
+        const int64_t k = (q - first) * 4;
+        const uint8_t* block = panel.data + q / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        float* out = u.floats + k / kColumns * u.length * kColumns + k % kColumns +
+                     v * kLanes * kColumns;
+        if (q % kBlockQuads == 0) {
+          TurnedUnit<T, kDecoding, 0>(block, meaning, scale, out);
+        } else {
+          TurnedUnit<T, kDecoding, 4>(block, meaning, scale, out);
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fewbit
 

@@ -119,7 +119,7 @@ struct StreamDots {
   float* sums;            // room for [rows][4 * quads][dot_lanes], added to; for `add_lanes`
 };
 
-// Many rows: a strip of some panels is decoded into scratch once, and row tiles run over it.
+// More rows: a strip of some panels is decoded into scratch once, and row tiles run over it.
 struct UnpackDots {
   Panel panel;
   float* floats;          // [quad][64 / dot_lanes][4][dot_lanes], scales applied
@@ -132,6 +132,14 @@ struct TileDots {
   int64_t panels;
   float* c;               // [rows][c_stride], four numbers in each, added to
   int64_t c_stride;
+};
+
+// Many rows: the strip is turned on the way, so that k lies along the lanes as columns do in the
+// forward product, whose tiles then run over it.
+struct UnpackTurned {
+  Panel panel;
+  float* floats;          // [strip][length][strip columns], from the panel's first column
+  int64_t length;         // columns of the piece
 };
 
 struct QuantizeRow {
@@ -206,6 +214,7 @@ struct Kernels {
   void (*add_lanes[kDecodings])(const float* sums, int64_t quads, float* out);  // added to
   void (*unpack_dots[kDecodings])(const UnpackDots&);
   void (*tile_dots[kMaxTileRows])(const TileDots&);
+  void (*unpack_turned[kDecodings])(const UnpackTurned&);
   const ConvKernels* conv;
   void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
   void (*pack_columns)(const CodeLines&, uint8_t* panel);

@@ -5,10 +5,14 @@
 #include <vector>
 
 #include "bf16.h"
-#include "matmul_plan.h"
+#include "transposed_rows.h"
 
 namespace fewbit {
 namespace {
+
+// From so many rows on it pays to turn the weight while it is unpacked, so that k lies along the
+// lanes and the tiles of the forward product run over it: they have no sums to add up at the end.
+constexpr int64_t kManyRows = 64;
 
 // Panels that are unpacked at once, and quads of them that a tile of rows goes over at once: these
 // (16 KB) and the rows of the tile should stay in the L1 cache.
@@ -65,67 +69,6 @@ struct Strip {
   }
 };
 
-// Columns that are unpacked at once.
-struct Columns {
-  int64_t first, end;  // multiples of a panel
-
-  // Where a tile's part of g lies: piece by piece, so that the tiles of one follow each other.
-  int64_t Place(int64_t rows, const Tile& tile) const {
-    return first * rows + (end - first) * tile.first_row;
-  }
-};
-
-std::vector<Columns> CutColumns(int64_t panels, int64_t most) {
-  std::vector<Columns> pieces;
-  const int64_t count = CeilDiv(panels, most);
-  for (int64_t i = 0; i < count; ++i) {
-    pieces.push_back({panels * i / count * kPanel, panels * (i + 1) / count * kPanel});
-  }
-  return pieces;
-}
-
-// A tile's rows in a piece, as floats [columns / lanes][rows][lanes]; missing columns are zero.
-template <int kDotLanes, class From, class Convert>
-void PackTile(const Matmul& m, const Tile& tile, const Columns& piece, const Convert& convert,
-              float* out) {
-  for (int r = 0; r < tile.rows; ++r) {
-    const From* from = static_cast<const From*>(m.x) + (tile.first_row + r) * m.n;
-    float* to = out + r * kDotLanes;
-    int64_t column = piece.first;
-    for (; column + kDotLanes <= std::min(m.n, piece.end); column += kDotLanes) {
-      for (int i = 0; i < kDotLanes; ++i) {
-        to[i] = convert(from[column + i]);
-      }
-      to += tile.rows * kDotLanes;
-    }
-    for (; column < piece.end; column += kDotLanes, to += tile.rows * kDotLanes) {
-      for (int i = 0; i < kDotLanes; ++i) {
-        to[i] = column + i < m.n ? convert(from[column + i]) : 0.0f;
-      }
-    }
-  }
-}
-
-template <int kDotLanes>
-void PackTile(const Matmul& m, const Tile& tile, const Columns& piece, float* out) {
-  if (m.x_type == Element::kF32) {
-    PackTile<kDotLanes, float>(m, tile, piece, [](float value) { return value; }, out);
-  } else {
-    PackTile<kDotLanes, uint16_t>(m, tile, piece, FromBf16, out);
-  }
-}
-
-void PackTile(const Matmul& m, const Tile& tile, const Columns& piece, int lanes, float* out) {
-  switch (lanes) {  // known to the compiler, which then copies a vector at a time
-    case 4:
-      return PackTile<4>(m, tile, piece, out);
-    case 8:
-      return PackTile<8>(m, tile, piece, out);
-    default:
-      return PackTile<16>(m, tile, piece, out);
-  }
-}
-
 class TransposedRun {
  public:
   TransposedRun(const Kernels& kernels, const Matmul& m, const std::vector<Tile>& tiles,
@@ -150,11 +93,11 @@ class TransposedRun {
     }
   }
 
-  void TileBlock(int64_t block, size_t begin, size_t end) const {
+  // A strip of one block.
+  void DotTiles(int64_t block, size_t begin, size_t end) const {
     const Strip strip(m_, block, 1);
     const int64_t width = strip.quads * 4;
-    const int64_t first_row = tiles_[begin].first_row;
-    const int64_t rows = tiles_[end - 1].first_row + tiles_[end - 1].rows - first_row;
+    const int64_t first_row = tiles_[begin].first_row, rows = RowsOf(begin, end);
     const int64_t quad_stride = kPiecePanels * kPanel * 4 + kApart;
     const size_t sums = static_cast<size_t>(rows * width);
     const size_t unpacked = static_cast<size_t>(quad_stride * strip.quads);
@@ -187,7 +130,48 @@ class TransposedRun {
     ReleaseLargeScratch(Scratch::kBlock);
   }
 
+  // A strip of two blocks, which is as wide as a panel.
+  void TurnedTiles(int64_t pair, size_t begin, size_t end) const {
+    const Strip strip(m_, pair * 2, 2);
+    const int64_t first_row = tiles_[begin].first_row, rows = RowsOf(begin, end);
+    const int64_t width = kernels_.float_vectors * kLanes;
+    const int64_t most = std::min(kPiecePanels * kPanel, pieces_.back().end);
+    const size_t sums = static_cast<size_t>(rows * kPanel);
+    const size_t unpacked = static_cast<size_t>(most * kPanel);
+    float* c = static_cast<float*>(ScratchBytes(Scratch::kBlock, (sums + unpacked) * 4));
+    float* floats = c + sums;
+    if (strip.quads * 4 < kPanel) {  // the columns of c beyond k are computed all the same
+      std::fill(floats, floats + unpacked, 0.0f);
+    }
+    for (const Columns& piece : pieces_) {
+      const int64_t length = piece.end - piece.first;
+      for (int64_t column = 0; column < length; column += kPanel) {
+        kernels_.unpack_turned[m_.format->decoding](
+            {strip.Of(m_, (piece.first + column) / kPanel), floats + column * width, length});
+      }
+      for (size_t at = begin; at < end; at += kTilesAtOnce) {
+        for (int64_t k = 0; k < strip.quads * 4; k += width) {
+          for (size_t t = at; t < std::min(end, at + kTilesAtOnce); ++t) {
+            const Tile& tile = tiles_[t];
+            float* to_c = c + (tile.first_row - first_row) * kPanel + k;
+            kernels_.tile_float[tile.rows - 1]({g_ + piece.Place(m_.rows, tile),
+                                                floats + k * length, to_c, length,
+                                                piece.first == 0});
+          }
+        }
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      Write(first_row + r, strip, c + r * kPanel);
+    }
+    ReleaseLargeScratch(Scratch::kBlock);
+  }
+
  private:
+  int64_t RowsOf(size_t begin, size_t end) const {
+    return tiles_[end - 1].first_row + tiles_[end - 1].rows - tiles_[begin].first_row;
+  }
+
   void Write(int64_t row, const Strip& strip, const float* sums) const {
     const int64_t k = strip.first_quad * 4, count = std::min(strip.quads * 4, m_.k - k);
     const float factor = m_.tensor_scale;
@@ -224,7 +208,9 @@ void RunTransposed(const Kernels& kernels, const Workers& workers, const Matmul&
     team.threads = 1;
   }
   const bool stream = m.rows <= kernels.stream_rows;
-  const std::vector<Tile> tiles = CutTiles(m.rows, stream ? 1 : kernels.dot_rows);
+  const bool turned = !stream && m.rows >= kManyRows;
+  const std::vector<Tile> tiles =
+      CutTiles(m.rows, stream ? 1 : turned ? kernels.float_rows : kernels.dot_rows);
   const int64_t count = static_cast<int64_t>(tiles.size());
   const std::vector<Columns> pieces = CutColumns(panels, stream ? panels : kPiecePanels);
   float* g = static_cast<float*>(
@@ -236,7 +222,7 @@ void RunTransposed(const Kernels& kernels, const Workers& workers, const Matmul&
   ParallelFor(packers, count, [&](int64_t t) {
     const Tile& tile = tiles[static_cast<size_t>(t)];
     for (const Columns& piece : pieces) {
-      PackTile(m, tile, piece, kernels.dot_lanes, g + piece.Place(m.rows, tile));
+      PackTile(m, tile, piece, turned ? 1 : kernels.dot_lanes, g + piece.Place(m.rows, tile));
     }
   });
   const TransposedRun run(kernels, m, tiles, pieces, g);
@@ -247,12 +233,17 @@ void RunTransposed(const Kernels& kernels, const Workers& workers, const Matmul&
       run.StreamStrip(strip * step, std::min(step, blocks - strip * step));
     });
   } else {
-    const int64_t wanted = RowBlocks(m.rows, blocks, team.threads);
+    const int64_t strips = turned ? CeilDiv(blocks, 2) : blocks;
+    const int64_t wanted = RowBlocks(m.rows, strips, team.threads);
     const int64_t per_block = CeilDiv(count, wanted), row_blocks = CeilDiv(count, per_block);
-    ParallelFor(team, blocks * row_blocks, [&](int64_t task) {
-      const int64_t begin = task % row_blocks * per_block;
-      run.TileBlock(task / row_blocks, static_cast<size_t>(begin),
-                    static_cast<size_t>(std::min(count, begin + per_block)));
+    ParallelFor(team, strips * row_blocks, [&](int64_t task) {
+      const size_t begin = static_cast<size_t>(task % row_blocks * per_block);
+      const size_t end = std::min(begin + static_cast<size_t>(per_block), tiles.size());
+      if (turned) {
+        run.TurnedTiles(task / row_blocks, begin, end);
+      } else {
+        run.DotTiles(task / row_blocks, begin, end);
+      }
     });
   }
   ReleaseLargeScratch(Scratch::kCall);

@@ -220,7 +220,8 @@ int64_t CheckAll(const Kernels& kernels, bool* good) {
     int64_t rows, k, n, group;
   } shapes[] = {{1, 37, 1, 0},   {2, 96, 65, 32},   {3, 100, 64, 16}, {4, 70, 3, 16},
                 {5, 600, 66, 0}, {6, 1100, 5, 128}, {13, 33, 70, 16}, {7, 64, 130, 64},
-                {1, 530, 20, 16}, {11, 1500, 9, 0}, {5, 40, 600, 16}, {100, 33, 5, 32}};
+                {1, 530, 20, 16}, {11, 1500, 9, 0}, {5, 40, 600, 16}, {100, 33, 5, 32},
+                {64, 50, 600, 16}};
   int64_t count = 0;
   for (const char* name : names) {
     const Format* format = FindFormat(name, std::strlen(name));
