@@ -75,6 +75,8 @@ def products(fn, *args, **kwargs):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             types = tuple(str(v.aval.dtype) for v in eqn.invars[:2])
             count[types] = count.get(types, 0) + 1
+        elif eqn.primitive.name == "fewbit_panel_conv" and eqn.params["spec"].act != "none":
+            count[INT8] = count.get(INT8, 0) + 1
     return count
 
 

@@ -35,6 +35,8 @@ def int8_products(fn, *args):
         for eqn in jaxpr.eqns:
             if eqn.primitive.name in PRODUCTS:
                 n += all(v.aval.dtype == jnp.int8 for v in eqn.invars[:2])
+            elif eqn.primitive.name == "fewbit_panel_conv":
+                n += eqn.params["spec"].act != "none"
             n += sum(count(getattr(j, "jaxpr", j)) for j in jex.jaxprs_in_params(eqn.params))
         return n
 
