@@ -7,6 +7,7 @@
 
 #include "activations.h"
 #include "bf16.h"
+#include "fixed_point.h"
 #include "matmul_pieces.h"
 
 namespace fewbit {
@@ -209,7 +210,7 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
   if (all_bytes * m.rows < kWorthSharing || !team.schedule) {
     team.threads = 1;
   }
-  const Plan plan = MakePlan(kernels, team.threads, m);
+  const Plan plan = MakePlan(kernels, team.threads, m, PlanesOf(kernels, m));
   if (plan.segments() == 0) {
     std::memset(m.out, 0, static_cast<size_t>(m.rows * m.n * (m.out_type == Element::kBf16 ? 2 : 4)));
     return "";

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "fixed_point.h"
-
 namespace fewbit {
 namespace {
 
@@ -108,11 +106,11 @@ int64_t Plan::row_blocks() const {
   return CeilDiv(static_cast<int64_t>(tiles.size()), std::max<int64_t>(tiles_per_block, 1));
 }
 
-Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m) {
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int planes) {
   Plan plan{};
   const bool codes = m.quantize_x || m.x_type == Element::kS8;
   plan.stream = m.rows <= kernels.stream_rows;
-  plan.planes = plan.stream ? PlanesOf(kernels, m) : 1;
+  plan.planes = planes;
   plan.integers = plan.planes > 1 || (codes && m.format->integers());
   plan.folded = plan.stream && m.format->decoding > kTable4;
   // One group: applied to the sum at once, in the order of the XLA path.

@@ -56,7 +56,8 @@ int64_t RowBlocks(int64_t rows, int64_t columns_of_work, int64_t threads);
 // Panel `index` of the weight, without segments.
 Panel PanelOf(const Matmul& matmul, int64_t index);
 
-Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul);
+// `planes` as in fixed_point.h; more than one is for few rows only.
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul, int planes = 1);
 
 }  // namespace fewbit
 
