@@ -19,11 +19,18 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from fewbit._qarray_atoms import whole_axes
-from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
+from fewbit._qarray_panels import PACKED_AXES, PanelArray
 from fewbit.kernels._conv import Window, channel_conv, conv
-from fewbit.kernels._panel_product import alike, leading
-from fewbit.kernels._partition import shares_panels, spread, weight_rule, zero_with_devices
+from fewbit.kernels._native import native_available
+from fewbit.kernels._packed_weight import entry_of, jvp_in_x, leading, one_by_one
+from fewbit.kernels._partition import (
+    alike,
+    native_lowering,
+    shares_panels,
+    spread,
+    weight_rule,
+    zero_with_devices,
+)
 from fewbit.qarray import QArray, dequantize, quantize
 
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -155,6 +162,8 @@ def _shape(x: Any, *rest: Any, spec: Convolution) -> Any:
 
 
 def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Convolution) -> Any:
+    if not native_available():
+        return _reference(x, act_scale, *weight, spec=spec)
     common: dict[str, Any] = dict(window=spec.window, act=spec.act, out_dtype=spec.out_dtype)
     if spec.qtype is None:
         matrix, scale, _ = weight
@@ -209,7 +218,7 @@ def _xla_conv(x: jax.Array, kernel: jax.Array, spec: Convolution, dtype: Any = N
 def _float_kernel(weight: Any, spec: Convolution) -> jax.Array:
     """The float32 matrix [k, n]."""
     if spec.qtype is not None:
-        return dequantize(_entry(spec, *weight), jnp.float32)
+        return dequantize(entry_of(spec, *weight), jnp.float32)
     matrix, scale = weight[:2]
     return matrix * scale.reshape(1, -1) if scale.size else matrix
 
@@ -218,54 +227,17 @@ def _codes_and_scale(weight: Any, spec: Convolution) -> tuple[jax.Array, jax.Arr
     """int8 codes [k, n], and the scales [n] of the columns."""
     if spec.qtype is None:
         return weight[0].astype(jnp.int8), weight[1]
-    plain = _entry(spec, *weight).plain()
+    plain = entry_of(spec, *weight).plain()
     return plain.qvalue.astype(jnp.int8), plain.scale.reshape(-1)
 
 
-def _entry(spec: Convolution, *weight: Any) -> PanelArray:
-    """One entry of the stack as an array [k, n]."""
-    data, scale, zero, tensor, layer = weight
-    dims, groups = (spec.k, spec.n), 1 if spec.tile == 0 else -(-spec.k // spec.tile)
-    view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
-    parts = data, scale, zero if zero.size else None, tensor if spec.qtype == "nvfp4" else None
-    return PanelArray(*parts, layer, static=(spec.qtype, "float32", (), "panels", view))
-
-
 mlir.register_lowering(panel_conv_p, mlir.lower_fun(_reference, multiple_results=False))
+mlir.register_lowering(
+    panel_conv_p, native_lowering(_native, _on_one_device, _reference), platform="cpu"
+)
 
 
-def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, spec: Convolution) -> Any:
-    """Native on one device or spread over known ones; else left to XLA, which can always share."""
-    context = ctx.module_context.axis_context
-    function: Any = _native
-    if isinstance(context, mlir.ShardingContext):
-        if context.num_devices == 1:
-            function = _on_one_device
-        elif context.device_assignment is None:
-            function = _reference
-    return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, spec=spec)
-
-
-mlir.register_lowering(panel_conv_p, _lower_on_cpu, platform="cpu")
-
-
-# --- derivatives: only of a float x; straight-through rules for quantized images are the caller's -
-
-
-def _jvp(primals: Any, tangents: Any, *, spec: Convolution) -> tuple[jax.Array, Any]:
-    out = panel_conv_p.bind(*primals, spec=spec)
-    if spec.act != "none":
-        raise NotImplementedError(
-            "A convolution with quantized images has no derivative of its own: differentiate the "
-            "quantized model, whose rules pass gradients straight through."
-        )
-    if not all(isinstance(t, ad.Zero) for t in tangents[1:]):  # scales that are being trained
-        whole = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-        function = functools.partial(_reference, spec=spec)
-        return out, jax.jvp(function, tuple(primals), tuple(whole))[1]
-    if isinstance(tangents[0], ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _bind(tangents[0], *primals[1:], spec=spec)
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 def _transpose(g: Any, x: Any, *rest: Any, spec: Convolution) -> list[Any]:
@@ -276,7 +248,7 @@ def _transpose(g: Any, x: Any, *rest: Any, spec: Convolution) -> list[Any]:
     return [back] + [None] * len(rest)
 
 
-ad.primitive_jvps[panel_conv_p] = _jvp
+ad.primitive_jvps[panel_conv_p] = jvp_in_x("convolution with quantized images", _bind, _reference)
 ad.primitive_transposes[panel_conv_p] = _transpose
 
 
@@ -299,14 +271,7 @@ def _batch(args: Any, dims: Any, *, spec: Convolution) -> tuple[jax.Array, int]:
             spec=spec,
         )
         return out.reshape(size, images, *out.shape[1:]), 0
-    moving = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True) if d is not None]
-
-    def one(entries):
-        rest = iter(entries)
-        each = [a if d is None else next(rest) for a, d in zip(args, dims, strict=True)]
-        return panel_conv_p.bind(*each, spec=spec)
-
-    return jax.lax.map(one, moving), 0
+    return one_by_one(panel_conv_p.bind, args, dims, spec)
 
 
 batching.primitive_batchers[panel_conv_p] = _batch

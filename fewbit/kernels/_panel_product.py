@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from fewbit._qarray_atoms import whole_axes
-from fewbit._qarray_panels import PACKED_AXES, PanelArray, Panels
+from fewbit._qarray_panels import PACKED_AXES, PanelArray
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
+from fewbit.kernels._packed_weight import entry_of, jvp_in_x, leading, one_by_one
 from fewbit.kernels._partition import (
     alike,
     native_lowering,
@@ -190,7 +190,7 @@ def _integer_reference(
     rows = QArray(x, act_scale)
     if spec.act == "dynamic":
         rows = quantize(x, "int8", channelwise_axes=(0,))
-    columns = _entry(spec, *weight).plain()
+    columns = entry_of(spec, *weight).plain()
     codes = columns.qvalue.astype(jnp.int8)
     total = jnp.matmul(rows.qvalue, codes, preferred_element_type=jnp.int32)
     if columns.zero_point is not None:
@@ -215,22 +215,7 @@ def _is_integer(qtype: str) -> bool:
 
 def _matrix(spec: Product, *weight: Any) -> jax.Array:
     """The float32 matrix [K, N] of one entry of the stack."""
-    return dequantize(_entry(spec, *weight), jnp.float32)
-
-
-def _entry(spec: Product, data: Any, scale: Any, zero: Any, tensor_scale: Any, layer: Any) -> Any:
-    """One entry of the stack as an array [K, N]."""
-    groups = 1 if spec.tile == 0 else -(-spec.k // spec.tile)
-    dims = (spec.k, spec.n)
-    view = Panels("kn", dims, (groups, spec.n), spec.tile, whole_axes(dims), 1)
-    parts = (
-        data,
-        scale,
-        zero if zero.size else None,
-        tensor_scale if spec.qtype == "nvfp4" else None,
-    )
-    static = (spec.qtype, "float32", (), "panels", view)
-    return PanelArray(*parts, layer, static=static)
+    return dequantize(entry_of(spec, *weight), jnp.float32)
 
 
 def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
@@ -249,23 +234,7 @@ mlir.register_lowering(
 )
 
 
-# --- derivatives: only of a float x; straight-through rules for quantized rows are the caller's ---
-
-
-def _jvp(primals: Any, tangents: Any, *, spec: Product) -> tuple[jax.Array, Any]:
-    out = panel_dot_p.bind(*primals, spec=spec)
-    if spec.act != "none":
-        raise NotImplementedError(
-            "A product with quantized activations has no derivative of its own: differentiate the "
-            "quantized model, whose rules pass gradients straight through."
-        )
-    if not all(isinstance(t, ad.Zero) for t in tangents[1:]):  # scales that are being trained
-        whole = [ad.instantiate_zeros(t) if isinstance(t, ad.Zero) else t for t in tangents]
-        function = functools.partial(_reference, spec=spec)
-        return out, jax.jvp(function, tuple(primals), tuple(whole))[1]
-    if isinstance(tangents[0], ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _bind(tangents[0], *primals[1:], spec=spec)
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
@@ -277,7 +246,7 @@ def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
     return [_bind(g, *rest, spec=back)] + [None] * len(rest)
 
 
-ad.primitive_jvps[panel_dot_p] = _jvp
+ad.primitive_jvps[panel_dot_p] = jvp_in_x("product with quantized activations", _bind, _reference)
 ad.primitive_transposes[panel_dot_p] = _transpose
 
 
@@ -301,18 +270,7 @@ def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
         rows = x.reshape(size * x.shape[1], x.shape[2])
         out = panel_dot_p.bind(rows, act_scale, *weight, spec=spec)
         return out.reshape(size, x.shape[1], spec.width), 0
-    moving = [jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True) if d is not None]
-
-    def one(entries):
-        rest = iter(entries)
-        each = [a if d is None else next(rest) for a, d in zip(args, dims, strict=True)]
-        return panel_dot_p.bind(*each, spec=spec)
-
-    return jax.lax.map(one, moving), 0
-
-
-def leading(a: jax.Array, dim: int | None, size: int) -> jax.Array:
-    return jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+    return one_by_one(panel_dot_p.bind, args, dims, spec)
 
 
 batching.primitive_batchers[panel_dot_p] = _batch

@@ -1,8 +1,8 @@
 // The kernels, written once over an instruction set `T` (isa_*.h) and compiled in one unit per set.
 // Everything has internal linkage and uses plain pointers; see matmul_kernels.h for why.
 
-#ifndef FEWBIT_NATIVE_MATMUL_BODY_H_
-#define FEWBIT_NATIVE_MATMUL_BODY_H_
+#ifndef FEWBIT_NATIVE_MATMUL_STREAM_H_
+#define FEWBIT_NATIVE_MATMUL_STREAM_H_
 
 #include <cstdint>
 #include <cstring>
@@ -261,139 +261,7 @@ void StreamFloatRows(const StreamFloat& s) {
   }
 }
 
-// Adds the products of one or more quads to 32-bit sums. Narrow codes are first summed in 16 bits
-// where the instruction set has that, as many quads as cannot overflow.
-template <class T, int kBits, int kCount>
-FEWBIT_INLINE typename T::I DotQuads(typename T::I sum, const typename T::I* quads,
-                                     const int32_t* a) {
-  constexpr int kSpan = T::Span(kBits);
-  if constexpr (kSpan == 0) {
-    FEWBIT_UNROLL
-    for (int q = 0; q < kCount; ++q) {
-      sum = T::template Dot<kBits>(sum, quads[q], a + q * T::Words(kBits));
-    }
-  } else {
-    constexpr int kStep = kSpan < kCount ? kSpan : kCount;
-    FEWBIT_UNROLL
-    for (int q = 0; q < kCount; q += kStep) {
-      typename T::I narrow = T::DotNarrow(quads[q], a[q]);
-      FEWBIT_UNROLL
-      for (int r = q + 1; r < q + kStep; ++r) {
-        narrow = T::AddShorts(narrow, T::DotNarrow(quads[r], a[r]));
-      }
-      sum = T::AddWidened(sum, narrow);
-    }
-  }
-  return sum;
-}
-
-template <class T, int kBits, int kRows, int kN, int kFirst>
-FEWBIT_INLINE void IntUnit(const uint8_t* block, const int32_t* a, int64_t a_stride,
-                           typename T::I (*sum)[kN]) {
-  if constexpr (T::Span(kBits) == 0) {
-    // Quad by quad: all rows use what was made of one before the next takes its registers.
-    FEWBIT_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      FEWBIT_UNROLL
-      for (int j = 0; j < kN; ++j) {
-        const typename T::I quad = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
-        FEWBIT_UNROLL
-        for (int m = 0; m < kRows; ++m) {
-          sum[m][j] = T::template Dot<kBits>(sum[m][j], quad, a + m * a_stride + q * T::Words(kBits));
-        }
-      }
-    }
-  } else {
-    FEWBIT_UNROLL
-    for (int j = 0; j < kN; ++j) {
-      typename T::I quads[4];
-      FEWBIT_UNROLL
-      for (int q = 0; q < 4; ++q) {
-        quads[q] = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
-      }
-      FEWBIT_UNROLL
-      for (int m = 0; m < kRows; ++m) {
-        sum[m][j] = DotQuads<T, kBits, 4>(sum[m][j], quads, a + m * a_stride);
-      }
-    }
-  }
-}
-
-template <class T, int kBits, int kRows>
-void StreamIntRows(const StreamInt& s) {
-  constexpr int kN = SideBySide<T>(kRows);
-  constexpr int kWords = T::Words(kBits);
-  constexpr int64_t kBlockBytes = kBits * kPanel * 4;
-  const Panel& panel = s.panel;
-  alignas(64) int32_t carried[kRows][kPanel];
-  for (int v = 0; v < kVectors * kRows; ++v) {
-    T::StoreI(static_cast<int32_t*>(s.out) + v * kLanes, T::SetI(0));
-  }
-  for (int64_t segment = 0; segment < panel.segments; ++segment) {
-    const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
-    const int64_t group = panel.segment_group[segment];
-    for (int64_t from = begin; from < end; from += kStreamQuads) {
-      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
-      for (int v = 0; v < kVectors; v += kN) {
-        typename T::I sum[kRows][kN];
-        FEWBIT_UNROLL
-        for (int m = 0; m < kRows; ++m) {
-          FEWBIT_UNROLL
-          for (int j = 0; j < kN; ++j) {
-            sum[m][j] = from == begin ? T::SetI(0) : T::LoadI(carried[m] + (v + j) * kLanes);
-          }
-        }
-        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
-        const int32_t* a = s.a + from * kWords;
-        for (int64_t q = from; q < to;) {
-          if (q % kBlockQuads == 0) {
-            IntUnit<T, kBits, kRows, kN, 0>(block, a, s.a_stride, sum);
-            q += 4, a += 4 * kWords;
-          }
-          if (q < to) {
-            IntUnit<T, kBits, kRows, kN, 4>(block, a, s.a_stride, sum);
-            q += 4, a += 4 * kWords, block += kBlockBytes;
-          }
-        }
-        if (to < end) {
-          FEWBIT_UNROLL
-          for (int m = 0; m < kRows; ++m) {
-            FEWBIT_UNROLL
-            for (int j = 0; j < kN; ++j) {
-              T::StoreI(carried[m] + (v + j) * kLanes, sum[m][j]);
-            }
-          }
-          continue;
-        }
-        FEWBIT_UNROLL
-        for (int j = 0; j < kN; ++j) {
-          const int column = (v + j) * kLanes;
-          const typename T::F scale = Scale<T>(panel, group, v + j);
-          FEWBIT_UNROLL
-          for (int m = 0; m < kRows; ++m) {
-            typename T::I zeros = T::SetI(s.sums[m * panel.segments + segment]);
-            if (panel.zero != nullptr) {
-              zeros = T::MulI(zeros, T::LoadBytes(panel.zero + group * kPanel + column));
-            }
-            const typename T::I exact = T::SubI(sum[m][j], zeros);
-            if (s.raw) {
-              T::StoreI(static_cast<int32_t*>(s.out) + m * kPanel + column, exact);
-              continue;
-            }
-            typename T::F part = T::ToFloat(exact);
-            if (s.scale_each) {
-              part = T::MulF(part, T::SetF(s.a_scale[m * s.a_scale_stride + group]));
-            }
-            float* out = static_cast<float*>(s.out) + m * kPanel + column;
-            T::StoreF(out, T::Fma(part, scale, T::LoadF(out)));
-          }
-        }
-      }
-    }
-  }
-}
-
 }  // namespace
 }  // namespace fewbit
 
-#endif  // FEWBIT_NATIVE_MATMUL_BODY_H_
+#endif  // FEWBIT_NATIVE_MATMUL_STREAM_H_

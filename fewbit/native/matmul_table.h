@@ -9,6 +9,7 @@
 #include "codes_quantize.h"
 #include "conv_kernels.h"
 #include "matmul_dots.h"
+#include "matmul_stream_int.h"
 #include "matmul_tiles.h"
 #include "quantize_codes.h"
 
