@@ -12,7 +12,7 @@ NATIVE_TESTS := $(wildcard tests/test_native*.py) tests/test_codes_dot.py
 export FEWBIT_REQUIRE_NATIVE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help .venv .venv-peers .venv-bench-peers demo test test-all test-native bench bench-peers \
+.PHONY: help .venv .venv-peers .venv-bench-peers demo test test-all test-native test-sanitized bench bench-peers \
   lint format docs wheel clean
 
 help:  ## list the targets
@@ -54,12 +54,15 @@ test: .venv  ## the quick tests and the doctests
 test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 	$(BIN)/python tests/run_all.py --workers $(WORKERS)
 
-# A compiled part that is missing fails here instead of being skipped. The second half has every
-# address and every undefined operation of the C++ checked; jaxlib's own leaks are not our subject.
-# The programs kernels_test and conv_test run the kernels of all instruction sets, AVX-512 through
-# SIMDe if the CPU lacks it (Debian: libsimde-dev; without it they say what they could not test).
-test-native: .venv  ## the native part, plain and under sanitizers
-	$(BIN)/python -m pytest -q --strict-skips $(NATIVE_TESTS)
+# A compiled part that is missing fails here instead of being skipped.
+test-native: .venv test-sanitized  ## the native part, plain and under sanitizers
+	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips $(NATIVE_TESTS)
+
+# Every address and every undefined operation of the C++ is checked; jaxlib's own leaks are not our
+# subject. The programs kernels_test and conv_test run the kernels of all instruction sets, AVX-512
+# through SIMDe if the CPU lacks it (Debian: libsimde-dev; without it they say what they could not
+# test).
+test-sanitized: .venv  ## the native part under sanitizers; part of test-all
 	$(BIN)/cmake -S . -B $(SANITIZED) -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DFEWBIT_WERROR=ON -DFEWBIT_NATIVE_TESTS=ON -DFEWBIT_SANITIZE=address,undefined
@@ -69,8 +72,8 @@ test-native: .venv  ## the native part, plain and under sanitizers
 	FEWBIT_NATIVE_LIBRARY=$(CURDIR)/$(SANITIZED)/libfewbit_native.so \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
-	  $(BIN)/python -m pytest -q --strict-skips $(NATIVE_TESTS) \
-	  -k "not every_format and not instruction_sets"
+	  $(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips $(NATIVE_TESTS) \
+	  -k "not every_format and not instruction_sets and not resident"
 
 bench: .venv  ## every measurement in bench/, one after the other
 	@set -e; for script in bench/[a-z]*.py; do \

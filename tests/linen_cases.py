@@ -72,7 +72,7 @@ def products(fn, *args, **kwargs):
     """How many products run on which operand types: {('int8', 'int8'): 2}."""
     count = {}
     for eqn in equations(fn, *args, **kwargs):
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "fewbit_codes_dot"):
             types = tuple(str(v.aval.dtype) for v in eqn.invars[:2])
             count[types] = count.get(types, 0) + 1
         elif eqn.primitive.name == "fewbit_panel_conv" and eqn.params["spec"].act != "none":

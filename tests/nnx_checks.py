@@ -9,7 +9,7 @@ import fewbit
 
 W8A8 = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")
 W8 = fewbit.QuantizationRule(weight_qtype="int8")
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "fewbit_codes_dot")
 
 
 def quantize(model, *inputs, rules=(W8A8,), **kwargs):

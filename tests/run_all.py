@@ -33,7 +33,10 @@ def main():
     workers = str(parser.parse_args().workers)
 
     # Comparisons with other libraries are among them: they call scripts in .venv-peers.
-    commands = [[".venv/bin/python", "-m", "pytest", "-q", "-n", workers, "--strict-skips"]]
+    commands = [
+        [".venv/bin/python", "-m", "pytest", "-q", "-n", workers, "--strict-skips"],
+        ["make", "test-sanitized", f"WORKERS={workers}"],
+    ]
 
     results = []
     for command in commands:
