@@ -80,6 +80,7 @@ def test_weights_are_resident_at_their_width_and_once(name, tmp_path):
     command = [sys.executable, "-c", CHILD, *files]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     loaded, run = map(int, output.split())
-    few = 6 * 2**20  # buffers of the file, results, scratch, the code for new shapes: no copy
-    assert stored * 0.9 < loaded < stored + few, (loaded, stored)
-    assert run < few, run
+    megabyte = 2**20
+    assert stored * 0.9 < loaded < stored + 6 * megabyte, (loaded, stored)
+    # Results, scratch and the code for new shapes, whatever the format; a copy would be more.
+    assert run < 12 * megabyte < stored, run
