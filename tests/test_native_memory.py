@@ -60,7 +60,9 @@ print(loaded - before, max(peaks) - loaded)
 """
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(
+    "name", ["int4", *(pytest.param(n, marks=pytest.mark.long) for n in ("int8", "int3"))]
+)
 def test_weights_are_resident_at_their_width_and_once(name, tmp_path):
     rules = [QuantizationRule(**RULES[name])]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import test_native_matmul as forward
 from jax.sharding import NamedSharding, PartitionSpec
-from test_native_matmul import BOUND, FORMATS, GROUPS, LEVELS, Weight, normal
+from test_native_matmul import BOUND, EACH_GROUP, FORMATS, LEVELS, Weight, normal
 
 import fewbit
 from fewbit import kernels, ops
@@ -59,7 +59,7 @@ def check_format(name, group, shape, rows, scale_dtype, zero):
     check(back(weight, g), g, weight)
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", EACH_GROUP)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_and_group(name, group):
     for case in forward.cases(name, group):
