@@ -144,7 +144,7 @@ void PackPlanes(const Plan& plan, const Matmul& m, int64_t row, const Activation
     const int32_t half = 1 << (shift - 1);
     for (int64_t k = 0; k < plan.quads * 4; ++k) {
       const int32_t rest = (units[k] + half) >> shift;
-      digits[k] = static_cast<int16_t>(units[k] - (rest << shift));
+      digits[k] = static_cast<int16_t>(units[k] - rest * (half * 2));
       units[k] = rest;
     }
     const int64_t at = row * plan.planes + p;
