@@ -69,6 +69,16 @@ def test_more_rows_than_there_are_are_cut_off_as_by_xla():
         assert relative_error(got, want) < 1e-5
 
 
+def test_sizes_that_do_not_fit_the_stack():
+    _, packed, _ = quantized(RULES["int8"])
+    stack = packed["w"].array
+    for sizes in (sizes_of(3, 3, 3), sizes_of(1, 1, 1, 1, 1), jnp.array(3)):
+        with pytest.raises(ValueError, match=r"one number for each entry of .*, shape \(4,\)"):
+            kernels.panel_product(X, stack, group_sizes=sizes)
+    with pytest.raises(ValueError, match="is a stack"):
+        kernels.panel_product(X, stack)
+
+
 def test_experts_of_each_layer_of_a_scan():
     def layers(params, x, sizes):
         def layer(x, w):

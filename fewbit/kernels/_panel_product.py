@@ -75,8 +75,13 @@ def panel_product(
     Array([31.9, 31.9, 31.9], dtype=float32)
     """
     view = weight.panels
-    if len(weight.lead) != (group_sizes is not None):
+    if group_sizes is None and weight.lead:
         raise ValueError(f"{weight!r} is a stack: take an entry with at_layer(i) first.")
+    if group_sizes is not None and tuple(group_sizes.shape) != weight.lead:
+        raise ValueError(
+            f"group_sizes must have one number for each entry of {weight!r}, shape {weight.lead}, "
+            f"got {tuple(group_sizes.shape)}."
+        )
     k, n = view.length("k"), view.length("n")
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
