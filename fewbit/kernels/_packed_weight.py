@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from fewbit._qarray_atoms import whole_axes
 from fewbit._qarray_panels import PanelArray, Panels
+from fewbit.kernels._partition import zero_with_devices
 
 
 def entry_of(
@@ -27,6 +29,24 @@ def entry_of(
     tensor_scale = tensor_scale if spec.qtype == "nvfp4" else None
     parts = data, scale, zero if zero.size else None, tensor_scale
     return PanelArray(*parts, layer, static=(spec.qtype, "float32", (), "panels", view))
+
+
+def binding(primitive: Primitive) -> Callable[..., jax.Array]:
+    """How to bind it, with what its lowering needs around it; gives it its eager form too."""
+
+    def bind(*args: jax.Array, spec: Any) -> jax.Array:
+        return primitive.bind(*args[:-1], args[-1] + zero_with_devices(), spec=spec)
+
+    @functools.lru_cache(maxsize=1024)
+    def compiled(spec: Any) -> Any:
+        return jax.jit(functools.partial(bind, spec=spec))
+
+    @primitive.def_impl
+    def run(*args: jax.Array, spec: Any) -> jax.Array:
+        with jax.disable_jit(False):  # else this would call itself for ever
+            return compiled(spec)(*args)
+
+    return bind
 
 
 def jvp_in_x(

@@ -9,7 +9,6 @@ float x is XLA's own.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -22,14 +21,13 @@ from jax.interpreters import ad, batching, mlir
 from fewbit._qarray_panels import PACKED_AXES, PanelArray
 from fewbit.kernels._conv import Window, channel_conv, conv
 from fewbit.kernels._native import native_available
-from fewbit.kernels._packed_weight import entry_of, jvp_in_x, leading, one_by_one
+from fewbit.kernels._packed_weight import binding, entry_of, jvp_in_x, leading, one_by_one
 from fewbit.kernels._partition import (
     alike,
     native_lowering,
     shares_panels,
     spread,
     weight_rule,
-    zero_with_devices,
 )
 from fewbit.qarray import QArray, dequantize, quantize
 
@@ -136,20 +134,7 @@ panel_conv_p = Primitive("fewbit_panel_conv")
 plain weight and its scale; last the layer. What is not there is empty."""
 
 
-@panel_conv_p.def_impl
-def _run(*args: jax.Array, spec: Convolution) -> jax.Array:
-    with jax.disable_jit(False):  # else this would call itself for ever
-        return _compiled(spec)(*args)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(spec: Convolution) -> Any:
-    return jax.jit(functools.partial(_bind, spec=spec))
-
-
-def _bind(*args: jax.Array, spec: Convolution) -> jax.Array:
-    """The primitive, with what its lowering needs in the program around it."""
-    return panel_conv_p.bind(*args[:-1], args[-1] + zero_with_devices(), spec=spec)
+_bind = binding(panel_conv_p)
 
 
 @panel_conv_p.def_abstract_eval

@@ -7,7 +7,6 @@ rows. The product is linear in a float x, and its transpose g · Wᵀ reads the 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -19,14 +18,13 @@ from jax.interpreters import ad, batching, mlir
 from fewbit._qarray_panels import PACKED_AXES, PanelArray
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
-from fewbit.kernels._packed_weight import entry_of, jvp_in_x, leading, one_by_one
+from fewbit.kernels._packed_weight import binding, entry_of, jvp_in_x, leading, one_by_one
 from fewbit.kernels._partition import (
     alike,
     native_lowering,
     shares_panels,
     spread,
     weight_rule,
-    zero_with_devices,
 )
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray, dequantize, quantize
@@ -122,20 +120,7 @@ panel_dot_p = Primitive("fewbit_panel_dot")
 act_scale and zero are empty where there is none."""
 
 
-@panel_dot_p.def_impl
-def _run(*args: jax.Array, spec: Product) -> jax.Array:
-    with jax.disable_jit(False):  # else this would call itself for ever
-        return _compiled(spec)(*args)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(spec: Product) -> Any:
-    return jax.jit(functools.partial(_bind, spec=spec))
-
-
-def _bind(*args: jax.Array, spec: Product) -> jax.Array:
-    """The primitive, with what its lowering needs in the program around it."""
-    return panel_dot_p.bind(*args[:-1], args[-1] + zero_with_devices(), spec=spec)
+_bind = binding(panel_dot_p)
 
 
 @panel_dot_p.def_abstract_eval
