@@ -1,0 +1,146 @@
+"""`module:function` on the command line: the model and inputs that a command is about."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pathlib
+import sys
+from collections.abc import Iterable
+from difflib import get_close_matches
+from types import ModuleType
+from typing import Any
+
+from fewbit.rules import QuantizationRule
+from fewbit.rules_io import rules_from_json, rules_from_yaml
+
+_MSG_FORM = (
+    "{text!r} does not name a model. Write module:function or path/to/file.py:function; the "
+    "function takes no arguments and returns (model, *inputs), as fewbit.plan takes them after "
+    "the rules; abstract parameters and inputs will do."
+)
+_MSG_NO_MODULE = "{module!r} cannot be imported: {error}. The current folder is searched first."
+_MSG_NO_FILE = "there is no file {path!r}.{near}"
+_MSG_NO_FUNCTION = "{module} has no function {name!r}.{near}"
+_MSG_RETURNED = (
+    "{text} returned {found}, not (model, *inputs). Return a tuple: the model, then what it is "
+    "called with (for a plain function the parameters first)."
+)
+_MSG_RULES = (
+    "{path} is not a file of rules: its name ends in {suffix!r}, not in .yaml, .yml or .json."
+)
+_MSG_FIELD = "--rule {text!r} is not field=value[,field=value]: {part!r} has no '='."
+
+
+class Misuse(ValueError):
+    """The command line asks for something that cannot be; exit code 2."""
+
+
+def load_function(text: str) -> Any:
+    """What `module:function` or `file.py:function` names.
+
+    >>> load_function('math:sqrt')(9.0)
+    3.0
+    >>> load_function('math:squirt')
+    Traceback (most recent call last):
+        ...
+    fewbit._cli_model.Misuse: math has no function 'squirt'. Did you mean 'sqrt'?
+    """
+    module_name, _, name = text.rpartition(":")
+    if not module_name or not name:
+        raise Misuse(_MSG_FORM.format(text=text))
+    module = _from_file(module_name) if module_name.endswith(".py") else _import(module_name)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = get_close_matches(part, [w for w in dir(found) if w[0] != "_"], 1)
+            near = f" Did you mean {close[0]!r}?" if close else ""
+            raise Misuse(_MSG_NO_FUNCTION.format(module=module_name, name=part, near=near))
+        found = getattr(found, part)
+    return found
+
+
+def load_model(text: str) -> tuple[Any, tuple[Any, ...]]:
+    """The model that a function named on the command line makes, and its inputs."""
+    function = load_function(text)
+    if not callable(function):
+        raise Misuse(_MSG_FORM.format(text=text))
+    made = function()
+    if not isinstance(made, tuple) or not made:
+        raise Misuse(_MSG_RETURNED.format(text=text, found=f"a {type(made).__name__}"))
+    return made[0], made[1:]
+
+
+def load_rules(file: str | None, inline: Iterable[str]) -> tuple[QuantizationRule, ...]:
+    """Rules given on the command line, then those of a file: the first that matches counts.
+
+    >>> load_rules(None, ['module_path=layers.*,weight_qtype=int4,tile_size=32'])
+    (QuantizationRule(module_path='layers.*', weight_qtype='int4', tile_size=32),)
+    """
+    rules = tuple(_inline(text) for text in inline)
+    if file is not None:
+        suffix = pathlib.Path(file).suffix.lower()
+        if not pathlib.Path(file).is_file():
+            raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
+        if suffix not in (".yaml", ".yml", ".json"):
+            raise Misuse(_MSG_RULES.format(path=file, suffix=suffix))
+        read = rules_from_json if suffix == ".json" else rules_from_yaml
+        rules += read(pathlib.Path(file))
+    if not rules:
+        raise Misuse("no rules: give --rules FILE or --rule weight_qtype=int8,act_qtype=int8.")
+    return rules
+
+
+def _inline(text: str) -> QuantizationRule:
+    """One rule from field=value pairs; values are YAML, so numbers and lists are what they look."""
+    lines = []
+    for part in _split(text):
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise Misuse(_MSG_FIELD.format(text=text, part=part))
+        plain = field.strip() in ("module_path",)  # a regex is text, whatever it looks like
+        lines.append(f"{field.strip()}: {repr(value) if plain else value}")
+    (rule,) = rules_from_yaml("- " + "\n  ".join(lines))
+    return rule
+
+
+def _split(text: str) -> list[str]:
+    """At commas that begin a new field: `tile_size=32,op_names=[einsum,take]` has two."""
+    parts: list[str] = []
+    for piece in text.split(","):
+        name = piece.partition("=")[0]
+        if parts and not ("=" in piece and name.strip().isidentifier()):
+            parts[-1] += f",{piece}"
+        else:
+            parts.append(piece)
+    return parts
+
+
+def _import(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Misuse(_MSG_NO_MODULE.format(module=name, error=error)) from error
+
+
+def _from_file(path: str) -> ModuleType:
+    file = pathlib.Path(path)
+    name = f"_fewbit_cli_{file.stem}"  # a file called jax.py must not become jax
+    spec = importlib.util.spec_from_file_location(name, file)
+    if not file.is_file() or spec is None or spec.loader is None:
+        raise Misuse(_MSG_NO_FILE.format(path=path, near=_near_file(path)))
+    sys.path.insert(0, str(file.parent.resolve()))  # its own imports, as when it is run
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _near_file(path: str) -> str:
+    folder = pathlib.Path(path).parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    close = get_close_matches(pathlib.Path(path).name, names, 1)
+    return f" Did you mean {str(folder / close[0])!r}?" if close else ""
