@@ -50,8 +50,10 @@ def constants(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """The mesh axes over which an array inside `shard_map` differs."""
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
+    """The mesh axes over which an array inside `shard_map`, abstract or not, differs."""
+    abstract = isinstance(array, jax.ShapeDtypeStruct)
+    kind = (array if abstract else jax.typeof(array)).manual_axis_type
+    return frozenset(kind.varying) if kind is not None else frozenset()
 
 
 def is_literal(var: Any) -> bool:
@@ -133,6 +135,22 @@ def shard_map_params(eqn: Eqn) -> ShardMapParams:
         p["check_vma"],
         frozenset(p["newly_manual_axes"]),
     )
+
+
+def product_axes(eqn: Eqn, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of an operand that a Site sums over, and those it goes through side by side.
+
+    Of a convolution's input these are the channels alone: patches have no axis of their own.
+    """
+    name, p = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        contracting, batch = p["dimension_numbers"]
+        return tuple(contracting[side]), tuple(batch[side])
+    if name == "conv_general_dilated":
+        numbers = p["dimension_numbers"]
+        return ((numbers.lhs_spec if side == 0 else numbers.rhs_spec)[1],), ()
+    numbers = p["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return tuple(numbers[0][side]), tuple(numbers[1][side])
 
 
 def bodies(eqn: Eqn) -> tuple[Any, ...]:
