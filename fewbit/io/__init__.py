@@ -1,0 +1,1 @@
+"""Files: reading and writing checkpoints, ours and other people's."""
