@@ -57,9 +57,7 @@ class QuantizedFunction:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
-        params, scales = _split(params)
-        dynamic, call = split_call((params, args, kwargs, scales), _name)
-        runner = self._runners.get(lambda: call.key, lambda: self.runner(call))
+        runner, dynamic = call_runner(self, params, args, kwargs)
         return self.provider.process_model_output("__call__", runner(dynamic))
 
     def runner(self, call: Call) -> Runner:
@@ -78,6 +76,16 @@ class QuantizedFunction:
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", repr(self.function))
         return f"QuantizedFunction({name}, {type(self.provider).__name__})"
+
+
+def call_runner(
+    quantized: QuantizedFunction, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Runner, list[Any]]:
+    """The runner for one way of calling a function, and the leaves to call it with."""
+    params, scales = _split(params)
+    dynamic, call = split_call((params, args, kwargs, scales), _name)
+    runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
+    return runner, dynamic
 
 
 def quantize(
