@@ -1,0 +1,9 @@
+"""See what quantization did to a model: compare, bisect.
+
+>>> import fewbit.debug
+>>> fewbit.debug.compare, fewbit.debug.bisect
+(<function compare at ...>, <function bisect at ...>)
+"""
+
+from fewbit.debug._bisect import Bisection as Bisection
+from fewbit.debug._bisect import bisect as bisect

@@ -23,7 +23,7 @@ class Difference:
     """Two arrays held against each other; `relative` is |q-f| / |f| in the Euclidean norm.
 
     >>> print(difference([3.0, 4.0], [3.0, 4.5]))
-    20.0 dB, cosine 0.9989, relative error 10.00%
+    20.0 dB, cosine 0.9985, relative error 10.00%
     """
 
     sqnr: float

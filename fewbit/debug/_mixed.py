@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit import jaxprs
+from fewbit.debug._batch import telling_about
 from fewbit.debug._metrics import measured, output_difference
 from fewbit.decisions import Decision
 from fewbit.engine import Traced
@@ -116,10 +117,6 @@ class Mixed:
     def __post_init__(self) -> None:
         self._run = jax.jit(self.program)
 
-    @property
-    def program_sites(self) -> Program:
-        return self.traced.program
-
     def interpreter(self, mask: Any, scales: dict[str, Any]) -> MixedInterpreter:
         static = StaticScales({**scales, MASK: mask})
         numbers = {ts.site.id: k for k, ts in enumerate(self.sites)}
@@ -145,19 +142,17 @@ class Mixed:
         outs = self._run(full_mask(mask, rest), self.values, self.others, self.traced.scales)
         return measured(outs)
 
-    def number(self, site_id: str) -> int:
-        return next(k for k, ts in enumerate(self.sites) if ts.site.id == site_id)
-
 
 def full_mask(mask: Sequence[bool], rest: bool) -> jax.Array:
     """A mask with its last entry."""
     return jnp.asarray([*mask, rest], bool)
 
 
-def mix(pair: Pair) -> Mixed:
+def mix(pair: Pair, batch: Any) -> Mixed:
     """Both models as one program, once they are known to be one model."""
+    with telling_about(batch):
+        float_traced = pair.float_runner.trace(pair.float_tree)
     traced, decisions = pair.runner.ready(pair.tree)
-    float_traced = pair.float_runner.trace(pair.float_tree)
     _check_same_sites(float_traced.program, traced.program)
     stored = {v.leaf for v in traced.values if is_weight(v)}
     sites = tuple(
