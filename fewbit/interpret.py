@@ -18,6 +18,7 @@ from fewbit.moves import CannotMove
 from fewbit.ops.argmax import argmax
 from fewbit.rebuild import REBUILD
 from fewbit.static_run import StaticScales
+from fewbit.taps import Readings, Taps
 from fewbit.trace import Node, TracedSite
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES
@@ -31,7 +32,8 @@ class Interpreter:
 
     `at_site(site, operands)` returns the product of a Site that `replaces(site)`; all other
     equations run as they were traced, and a body is rebuilt only for a Site or a weight inside it.
-    `static` is what rides beside the parameters: the scales, and which layer is being run.
+    `static` is what rides beside the parameters: the scales, and which layer is being run. `taps`
+    reads Sites as they run; `run_tapped` returns what it read.
     """
 
     at_site: SiteHandler
@@ -40,6 +42,7 @@ class Interpreter:
     rebuild_all: bool = False  # for tests: hold every rebuilt primitive against the original
     dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
     static: StaticScales = field(default_factory=StaticScales)
+    taps: Taps = field(default_factory=Taps)
     _active: dict[Node, bool] = field(default_factory=dict)
 
     def run(self, node: Node, args: Sequence[Any]) -> list[Any]:
@@ -55,10 +58,20 @@ class Interpreter:
             env.update(zip(eqn.outvars, self.equation(node, i, eqn, ins), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
+    def run_tapped(self, node: Node, args: Sequence[Any]) -> tuple[list[Any], Readings]:
+        """The results, and what the tap read at each Site it wants, by Site id."""
+        return self.taps.collected(lambda: self.run(node, args))()
+
     def equation(self, node: Node, i: int, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
-        if i in node.sites and (self.replaces(node.sites[i]) or any(map(is_weight, ins))):
-            return [self.site(node.sites[i], ins)]
         weights = any(map(is_weight, ins))
+        if i in node.sites:
+            site = node.sites[i]
+            replaced = weights or self.replaces(site)
+            outs = [self.site(site, ins)] if replaced else jaxprs.bind(eqn, ins)
+            if self.taps.wants(site):
+                with eqn.ctx.manager:
+                    self.taps.read(site, ins, outs[0])
+            return outs
         children = node.children.get(i, ())
         if children and (weights or self.rebuild_all or any(map(self.is_active, children))):
             return REBUILD[eqn.primitive.name](self, eqn, ins, children)
@@ -72,7 +85,8 @@ class Interpreter:
         """Whether something to replace stands in this body or below; asked once per body."""
         if node not in self._active:
             short = self.shortcuts and any(map(jaxprs.is_long_argmax, node.walk_equations()))
-            self._active[node] = short or any(map(self.replaces, node.walk_sites()))
+            replaced = any(map(self.replaces, node.walk_sites()))
+            self._active[node] = short or replaced or self.taps.inside(node)
         return self._active[node]
 
     def site(self, site: TracedSite, ins: Sequence[Any]) -> Any:

@@ -50,8 +50,10 @@ def constants(jaxpr: Any) -> tuple[Any, ...]:
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """The mesh axes over which an array inside `shard_map` differs."""
-    return frozenset(jax.typeof(array).manual_axis_type.varying)
+    """The mesh axes over which an array inside `shard_map`, abstract or not, differs."""
+    abstract = isinstance(array, jax.ShapeDtypeStruct)
+    kind = (array if abstract else jax.typeof(array)).manual_axis_type
+    return frozenset(kind.varying) if kind is not None else frozenset()
 
 
 def is_literal(var: Any) -> bool:

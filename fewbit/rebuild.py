@@ -5,6 +5,8 @@ results. A weight enters a loop whole, as a constant, with the layer number as a
 put into a carry, which may change it.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fewbit import jaxprs
 from fewbit.jaxprs import Eqn
 from fewbit.qarray import QArray, unpack
+from fewbit.tapped_loops import no_tangent, tapped_scan, tapped_while
+from fewbit.taps import differs_over
 from fewbit.trace import Node
 from fewbit.weight import is_weight, map_parts, plain
 
@@ -48,7 +52,7 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 
     scaled = nodes[0].per_layer and bool(run.static)
 
-    def step(moving, x):
+    def body_step(moving, x):
         i, rows = x
         layer = {k: w.at_layer(i) for k, w in stacks.items()}
         values, around = run.static.state
@@ -61,9 +65,8 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
         return run.floats(out_carry, "scan carry"), run.floats(ys, "scan output")
 
     index = jnp.arange(p.length, dtype=jnp.int32) if stacks or scaled else None
-    moving, ys = lax.scan(
-        step, carry, (index, sliced), length=p.length, reverse=p.reverse, unroll=p.unroll
-    )
+    (moving, ys), readings = tapped_scan(run.taps, nodes[0], body_step, carry, (index, sliced), p)
+    run.taps.add(readings)
     through = {j: stacks[k] for j, k in enumerate(forwarded) if k is not None and j not in kept}
     return _weave(held, moving, nk) + _weave(through, ys, len(forwarded))
 
@@ -83,17 +86,34 @@ def _while(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) ->
         outs = run.run(nodes[1], body_consts + _weave(held, moving, n))
         return run.floats([o for k, o in enumerate(outs) if k not in held], "while carry")
 
-    return _weave(held, lax.while_loop(keep_going, step, carry), n)
+    tapped = any(map(run.taps.inside, nodes))
+    loop = functools.partial(tapped_while, run.taps) if tapped else lax.while_loop
+    return _weave(held, loop(keep_going, step, carry), n)
 
 
 def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     index, *operands = ins
 
-    def branch(node: Node) -> Callable[..., list[Any]]:
+    def branch(node: Node) -> Callable[..., Any]:
         # A branch may return a weight untouched while another returns an array: floats from both.
-        return lambda *args: run.floats(run.run(node, args), "cond output")
+        return run.taps.collected(lambda *args: run.floats(run.run(node, args), "cond output"))
 
-    outs = lax.switch(index, [branch(node) for node in nodes], *operands)
+    branches = [branch(node) for node in nodes]
+    empty = [
+        run.taps.empty(b, *operands) if run.taps.inside(node) else {}
+        for b, node in zip(branches, nodes, strict=True)
+    ]
+    not_taken = functools.reduce(operator.or_, empty)
+
+    def whole(branch: Callable[..., Any]) -> Callable[..., Any]:
+        def with_empty(*args):
+            outs, readings = branch(*args)
+            return outs, not_taken | readings
+
+        return with_empty
+
+    outs, readings = lax.switch(index, [whole(b) for b in branches], *operands)
+    run.taps.add(readings)
     through = jaxprs.common_forwards(*(node.jaxpr for node in nodes))
     return [
         o if k is None or not is_weight(operands[k]) else operands[k]
@@ -104,16 +124,20 @@ def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     p = eqn.params
 
+    @run.taps.collected
     def again(args):
         return run.run(nodes[0], args)
 
-    return jax.checkpoint(again, policy=p["policy"], prevent_cse=p["prevent_cse"])(ins)
+    outs, readings = jax.checkpoint(again, policy=p["policy"], prevent_cse=p["prevent_cse"])(ins)
+    run.taps.add(readings)
+    return outs
 
 
 def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     """Value from the quantized body, derivative from the author's own rule."""
 
     @jax.custom_jvp
+    @run.taps.collected
     def value(args, static):
         with run.static.using(static):
             return run.floats(run.run(nodes[0], args), "custom_jvp output")
@@ -123,15 +147,19 @@ def _custom_jvp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
         _, tangent = jax.jvp(
             lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), primals[:1], tangents[:1]
         )
-        return value(*primals), tangent
+        outs, readings = value(*primals)
+        return (outs, readings), (tangent, jax.tree.map(no_tangent, readings))
 
-    return value(ins, run.static.state)
+    outs, readings = value(ins, run.static.state)
+    run.taps.add(readings)
+    return outs
 
 
 def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     """As `_custom_jvp`; the float results inside `forward` are dead code once compiled."""
 
     @jax.custom_vjp
+    @run.taps.collected
     def value(args, static):
         with run.static.using(static):
             return run.floats(run.run(nodes[0], args), "custom_vjp output")
@@ -140,8 +168,10 @@ def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
         _, pull = jax.vjp(lambda args: jaxprs.bind(eqn, [plain(a) for a in args]), args)
         return value(args, static), pull
 
-    value.defvjp(forward, lambda pull, cotangents: (*pull(cotangents), None))
-    return value(ins, run.static.state)
+    value.defvjp(forward, lambda pull, cotangents: (*pull(cotangents[0]), None))
+    outs, readings = value(ins, run.static.state)
+    run.taps.add(readings)
+    return outs
 
 
 def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
@@ -157,20 +187,32 @@ def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]
         for v, s in zip(ins, p.in_specs, strict=True)
     )
 
+    axes = tuple(name for name in p.mesh.axis_names if name in p.axis_names)
+    differs: dict[str, tuple[bool, ...]] = {}
+
+    @run.taps.collected
     def shard(static, *args):
         with run.static.using(static):
             return tuple(run.floats(run.run(nodes[0], args), "shard_map output"))
 
+    def with_readings(static, *args):
+        outs, readings = shard(static, *args)
+        for site, reading in readings.items():  # unchecked, nobody knows which shards are equal
+            differs[site] = differs_over(reading, axes) if p.check_vma else (True,) * len(axes)
+        return outs, run.taps.from_shard(readings, axes)
+
     everywhere = jax.tree.map(lambda _: PartitionSpec(), run.static.state)
     mapped = jax.shard_map(
-        shard,
+        with_readings,
         mesh=p.mesh,
         in_specs=(everywhere, *specs),
-        out_specs=tuple(p.out_specs),
+        out_specs=(tuple(p.out_specs), PartitionSpec(*axes)),
         check_vma=p.check_vma,
         axis_names=p.axis_names,
     )
-    return list(mapped(run.static.state, *ins))
+    outs, readings = mapped(run.static.state, *ins)
+    run.taps.add(run.taps.from_shards(readings, differs))
+    return list(outs)
 
 
 def _weight_specs(weight: Any, spec: PartitionSpec) -> Any:

@@ -47,6 +47,8 @@ LAYERS = [
             "params",
             "sites",
             "static_*",
+            "taps",
+            "tapped_loops",
             "weight",
             "weight_*",
             "_trainable",
