@@ -7,3 +7,7 @@
 
 from fewbit.debug._bisect import Bisection as Bisection
 from fewbit.debug._bisect import bisect as bisect
+from fewbit.debug._compare import compare as compare
+from fewbit.debug._comparison import Comparison as Comparison
+from fewbit.debug._comparison import LayerError as LayerError
+from fewbit.debug._comparison import SiteError as SiteError

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from fewbit._text import Progress, terminal_width, wrap
 from fewbit.debug._batch import arguments
-from fewbit.debug._metrics import Metric, difference, metric_of
+from fewbit.debug._metrics import Metric, difference, from_sums, metric_of
 from fewbit.debug._mixed import Mixed, mix
+from fewbit.debug._probe import probe
 from fewbit.debug._search import guilty
 from fewbit.models.pairs import pair
 from fewbit.rules import QuantizationRule
@@ -75,11 +78,11 @@ class Bisection:
                 f"Sites quantized, within {show(self.limit)}."
             )
             return "\n".join(wrap(text, width))
-        some = "Site is" if len(self.guilty) == 1 else "Sites are"
+        are, them = ("is", "it") if len(self.guilty) == 1 else ("are", "them")
         text = (
-            f"{len(self.guilty)} of {self.sites} {some} guilty: with them in float {self.metric} "
-            f"goes from {show(self.before)} to {show(self.after)} (limit {show(self.limit)}), "
-            f"found in {self.runs} runs."
+            f"{len(self.guilty)} of {self.sites} Sites {are} guilty: with {them} in float "
+            f"{self.metric} goes from {show(self.before)} to {show(self.after)} (limit "
+            f"{show(self.limit)}). Found in {self.runs} runs."
         )
         lines = wrap(text, width)
         lines += [f"  {site}" for site in self.guilty]
@@ -242,8 +245,16 @@ def exclusion_rules(
 
 
 def _likeliest_first(trials: _Trials) -> list[int]:
-    """Groups in the order of the program; the search needs no better one."""
-    return list(range(len(trials.units)))
+    """Groups by the largest error of a Site in them, measured in one run of the float model."""
+    mixed = trials.mixed
+    off = [False] * len(mixed.sites)
+    errors = []
+    for _, (reading,) in probe(mixed, [(off, False)], results=False):
+        local = np.asarray(reading.value["local"], np.float64).reshape(-1, 4).sum(0)
+        level = from_sums(*map(float, local)).sqnr
+        errors.append(-math.inf if math.isnan(level) else level)
+    worst = [min(errors[k] for k in unit) for unit in trials.units]
+    return sorted(range(len(worst)), key=worst.__getitem__)
 
 
 def _texts(metric: str) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from fewbit import jaxprs
 from fewbit.taps import Reading
 from fewbit.trace import Node, Program
 
@@ -33,12 +34,14 @@ def _places(root: Node) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def walk(node: Node, before: tuple[int, ...]) -> None:
-        """`before` has -1 where a layer's number comes in."""
+        """`before` has -1 where a layer's number comes in, -2 where layers run backwards."""
         for i in range(len(node.jaxpr.eqns)):
             if i in node.sites:
                 found[node.sites[i].site.id] = _filled((*before, i))
             for k, child in enumerate(node.children.get(i, ())):
-                step = (i, k, -1) if child.per_layer else (i, k)
+                step: tuple[int, ...] = (i, k)
+                if child.per_layer:
+                    step += (-2 if jaxprs.scan_params(node.jaxpr.eqns[i]).reverse else -1,)
                 walk(child, (*before, *step))
 
     walk(root, ())
@@ -48,6 +51,8 @@ def _places(root: Node) -> dict[str, Any]:
 def _filled(places: tuple[int, ...]) -> Any:
     def key(layer: tuple[int, ...]) -> tuple[int, ...]:
         numbers = iter(layer)
-        return tuple(next(numbers) if place == -1 else place for place in places)
+        return tuple(
+            place if place >= 0 else next(numbers) * (1 if place == -1 else -1) for place in places
+        )
 
     return key

@@ -34,6 +34,7 @@ class Probe:
 
     runner: MixedSites
     wanted: frozenset[str]
+    results: bool = True  # whether results leave whole
 
     def wants(self, site: TracedSite) -> bool:
         return site.site.id in self.wanted
@@ -41,8 +42,8 @@ class Probe:
     def observe(self, site: TracedSite, operands: Sequence[Any], result: Any) -> Any:
         assert self.runner.both is not None
         sides = [k for k in (0, 1) if k == 0 or site.site.op != "take"]
-        seen = {
-            "out": result,
+        seen = {"out": result} if self.results else {}
+        seen |= {
             "local": sums(*self.runner.both),
             "not_finite": jnp.stack([_not_finite([result]), _not_finite(operands)]),
         }
@@ -129,15 +130,18 @@ def _not_finite(values: Sequence[Any]) -> Any:
 
 
 def probe(
-    mixed: Mixed, masks: Sequence[tuple[Sequence[bool], bool]], memory: int
+    mixed: Mixed,
+    masks: Sequence[tuple[Sequence[bool], bool]],
+    memory: int = 2**30,
+    results: bool = True,
 ) -> Iterator[tuple[TracedSite, list[Reading]]]:
     """For every Site its readings under each mask. At most `memory` bytes of results at once."""
-    for group in _groups(mixed.sites, memory, len(masks)):
+    for group in _groups(mixed.sites, memory, len(masks)) if results else [mixed.sites]:
         wanted = frozenset(ts.site.id for ts in group)
 
         def program(mask, values, others, scales, wanted=wanted):
             interpreter = mixed.interpreter(mask, scales)
-            interpreter.taps = Taps(Probe(interpreter.at_site, wanted))
+            interpreter.taps = Taps(Probe(interpreter.at_site, wanted, results))
             inputs = mixed.inputs(mask, values, others)
             return interpreter.run_tapped(mixed.traced.program.root, inputs)[1]
 
