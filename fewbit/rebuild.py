@@ -183,8 +183,7 @@ def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]
         for v, s in zip(ins, p.in_specs, strict=True)
     ]
     specs = tuple(
-        _weight_specs(v, s) if is_weight(v) else s
-        for v, s in zip(ins, p.in_specs, strict=True)
+        _weight_specs(v, s) if is_weight(v) else s for v, s in zip(ins, p.in_specs, strict=True)
     )
 
     axes = tuple(name for name in p.mesh.axis_names if name in p.axis_names)

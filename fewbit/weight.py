@@ -40,8 +40,7 @@ class Weight:
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        array, twin = children
-        return cls(array, *static, twin)
+        return cls(children[0], *static, twin=children[1])
 
     def moved(self, array: QArray, twin: Any = None) -> "Weight":
         return Weight(array, self.leaf, self.rule, twin)

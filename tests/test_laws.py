@@ -59,7 +59,7 @@ LAYERS = [
     ["algorithms"],
     ["io"],
     ["lm"],
-    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug"],
+    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug", "report_page"],
 ]
 
 # Which files know a framework. Everything else speaks JAX alone.

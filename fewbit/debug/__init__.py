@@ -11,3 +11,4 @@ from fewbit.debug._compare import compare as compare
 from fewbit.debug._comparison import Comparison as Comparison
 from fewbit.debug._comparison import LayerError as LayerError
 from fewbit.debug._comparison import SiteError as SiteError
+from fewbit.report_page import html_report as html_report

@@ -85,7 +85,7 @@ def compare(
         bar.update(note="one Site at a time")
         effects = [_effects(mixed, k, bar) if sweep else (None, None) for k in range(count)]
     rows = [
-        _row(mixed, ts, *readings[ts.site.id], *effect)
+        _row(mixed, ts, readings[ts.site.id], *effect)
         for ts, effect in zip(mixed.sites, effects, strict=True)
     ]
     broken = first_not_finite(mixed.traced.program, readings, 1)
@@ -119,11 +119,11 @@ def _effects(mixed: Mixed, k: int, bar: Progress) -> tuple[float, float]:
 def _row(
     mixed: Mixed,
     ts: TracedSite,
-    exact: Reading,
-    quantized: Reading,
+    readings: Sequence[Reading],
     only: float | None,
     restored: float | None,
 ) -> SiteError:
+    exact, quantized = readings
     layers = [_layer(index, exact, quantized) for index in np.ndindex(ts.layers)]
     whole = layers[0]
     if ts.layers:
@@ -229,7 +229,9 @@ def _notes(mixed: Mixed, readings: dict[str, list[Reading]]) -> list[str]:
         if sites:
             notes.append(text.format(sites=", ".join(sites)))
     if mixed.others:
-        paths = [leaf.path for k, leaf in enumerate(mixed.traced.leaves) if leaf and k in mixed.others]
+        paths = [
+            leaf.path for k, leaf in enumerate(mixed.traced.leaves) if leaf and k in mixed.others
+        ]
         names = ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)
         notes.append(_NOTE_OTHERS.format(count=len(paths), names=names))
     if not all(np.isfinite(np.asarray(x, np.complex128)).all() for x in mixed.reference):

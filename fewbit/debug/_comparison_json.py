@@ -32,9 +32,7 @@ _NOT_NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def to_json(comparison: Comparison) -> str:
     """The document; strictly JSON, so that a browser reads it too."""
     body = _encode(dataclasses.asdict(comparison))
-    return json.dumps(
-        {"format": FORMAT, "version": VERSION, **body}, indent=1, allow_nan=False
-    )
+    return json.dumps({"format": FORMAT, "version": VERSION, **body}, indent=1, allow_nan=False)
 
 
 def from_json(text: str) -> Comparison:
@@ -107,9 +105,7 @@ def _site(row: Mapping[str, Any]) -> SiteError:
 
 def _layer(entry: Mapping[str, Any]) -> LayerError:
     differences = {key: _difference(entry[key]) for key in ("local", "accumulated", "weight")}
-    return LayerError(
-        layer=tuple(entry["layer"]), clipped=_number(entry["clipped"]), **differences
-    )
+    return LayerError(layer=tuple(entry["layer"]), clipped=_number(entry["clipped"]), **differences)
 
 
 def _difference(entry: Mapping[str, Any] | None) -> Difference | None:

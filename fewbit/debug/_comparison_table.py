@@ -4,16 +4,17 @@ from fewbit._text import natural_width, table, terminal_width, wrap
 from fewbit.debug._comparison import Comparison, SiteError
 from fewbit.debug._metrics import decibels
 
-_HEADER = ("site", "types", "weight", "local", "accum.", "clipped", "only", "restored")
-_ALIGN = "mlrrrrrr"
+_HEADER = ("site", "layer", "types", "weight", "local", "accum.", "clipped", "only", "restored")
+_ALIGN = "mrlrrrrrr"
 # Narrow terminals lose these first; the line below the table says so.
 _DROP_ORDER = ("types", "clipped", "weight", "accum.")
-_SHORTEST_SITE = 20
+_SITE_COMFORT = 30
 _LEGEND = (
     "All in dB (signal to quantization noise; 6 dB are one bit): weight, the stored weight; "
     "local, the Site's result on float operands; accum., its result in the quantized model; only "
     "and restored, the model's output with only this Site quantized, and with only this one float."
 )
+_LEGEND_LAYER = " layer is the worst of those that a scan runs the Site for."
 _MOST_OUTLIERS = 4
 
 
@@ -27,7 +28,8 @@ def render(comparison: Comparison, width: int | None = None) -> str:
     )
     if out.agreement is not None:
         title += f", argmax agrees on {out.agreement:.1%}"
-    blocks = [wrap(title, width, "  ", ""), _rows(comparison, width), wrap(_LEGEND, width)]
+    legend = _LEGEND + _LEGEND_LAYER * any(row.layers for row in comparison.sites)
+    blocks = [wrap(title, width, "  ", ""), _rows(comparison, width), wrap(legend, width)]
     if comparison.first_not_finite is not None:
         text = f"NaN or infinity first appears at {comparison.first_not_finite}"
         blocks.insert(1, wrap(text, width, "  ", ""))
@@ -59,7 +61,7 @@ def _rows(comparison: Comparison, width: int) -> list[str]:
     hidden = []
     for name in _DROP_ORDER:
         others = natural_width([pick(line)[1:] for line in (_HEADER, *cells)])
-        if width - others - 2 >= min(longest, _SHORTEST_SITE):
+        if width - others - 2 >= min(longest, _SITE_COMFORT):
             break
         number = _HEADER.index(name)
         if number in kept:
@@ -73,14 +75,13 @@ def _rows(comparison: Comparison, width: int) -> list[str]:
 
 
 def _cells(row: SiteError) -> tuple[str, ...]:
-    site, worst = row.site, row.worst_layer
-    if worst is not None:
-        site += f" (worst layer {', '.join(map(str, worst.layer))})"
+    worst = row.worst_layer
     if not row.ran:
-        return (f"{site} (did not run)", row.types, *("-",) * 6)
+        return (row.site, "-", row.types, "-", "not run", *("-",) * 4)
     level = lambda d: decibels(None if d is None else d.sqnr)  # noqa: E731
     return (
-        site,
+        row.site,
+        "-" if worst is None else ",".join(map(str, worst.layer)),
         row.types,
         level(row.weight),
         level(row.local),

@@ -46,18 +46,13 @@ def distribution(path: str, weight: Any, q: QArray) -> Distribution:
     >>> dict(zip(d.codes, d.after))
     {-4.0: 1, -3.0: 0, -2.0: 0, -1.0: 0, 0.0: 1, 1.0: 1, 2.0: 1, 3.0: 1}
     """
-    q = unpack(q)
-    scale, zero_point = q.scale, q.zero_point
-    if zero_point is not None:
-        zero_point = zero_point.astype(jnp.float32)
-    array = jnp.asarray(weight, jnp.float32)
-    before = _thinned(units(array, scale, zero_point, q.tensor_scale, q.tile_shape))
-    after = _thinned(convert_from(q.qvalue, q.qtype))
+    before, after, absmax = (np.asarray(x, np.float64) for x in _in_units(weight, q))
     grid = _grid(q)
     before = before[np.isfinite(before)]
     margin = (grid[-1] - grid[0]) / (2 * (len(grid) - 1))
     low, high = float(grid[0] - margin), float(grid[-1] + margin)
-    bins = _BINS if len(grid) > _FEW_CODES else 6 * len(grid)
+    fine = 6 if before.size > 20_000 else 4 if before.size > 4_000 else 2
+    bins = _BINS if len(grid) > _FEW_CODES else fine * len(grid)
     counts = np.histogram(np.clip(before, low, high), bins, (low, high))[0]
     if len(grid) > _FEW_CODES:
         edges = np.linspace(low, high, _BINS + 1)
@@ -74,16 +69,27 @@ def distribution(path: str, weight: Any, q: QArray) -> Distribution:
         tuple(map(int, counts)),
         tuple(float(f"{g:.6g}") for g in grid),
         tuple(map(int, codes)),
-        float(jnp.max(jnp.abs(array), initial=0.0)),
-        int(array.size),
+        float(absmax),
+        int(np.size(weight)),
     )
 
 
-def _thinned(array: jax.Array) -> np.ndarray:
+@jax.jit
+def _in_units(weight: jax.Array, q: QArray) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Numbers before and after in units of their scales, and the largest magnitude before."""
+    q = unpack(q)
+    zero_point = None if q.zero_point is None else q.zero_point.astype(jnp.float32)
+    array = weight.astype(jnp.float32)
+    before = units(array, q.scale, zero_point, q.tensor_scale, q.tile_shape)
+    after = convert_from(q.qvalue, q.qtype)
+    return _thinned(before), _thinned(after), jnp.max(jnp.abs(array), initial=0.0)
+
+
+def _thinned(array: jax.Array) -> jax.Array:
     """At most a million elements, evenly taken."""
     flat = array.reshape(-1)
     step = -(-flat.size // _MOST_ELEMENTS)
-    return np.asarray(flat[:: max(step, 1)], np.float64)
+    return flat[:: max(step, 1)]
 
 
 def _grid(q: QArray) -> np.ndarray:

@@ -74,6 +74,11 @@ class MixedSites(SiteRunner):
 class MixedInterpreter(Interpreter):
     """Moves both forms of a weight; what reads one elsewhere follows the vector's last entry."""
 
+    @property
+    def runner(self) -> MixedSites:
+        assert isinstance(self.at_site, MixedSites)
+        return self.at_site
+
     def move(self, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:
         outs = super().move(eqn, ins)
         if not any(is_weight(v) and v.twin is not None for v in ins):

@@ -34,17 +34,20 @@ class Probe:
 
     runner: MixedSites
     wanted: frozenset[str]
-    results: bool = True  # whether results leave whole
+    results: bool = True  # all there is to read, or the local error alone
 
     def wants(self, site: TracedSite) -> bool:
         return site.site.id in self.wanted
 
     def observe(self, site: TracedSite, operands: Sequence[Any], result: Any) -> Any:
         assert self.runner.both is not None
+        local = sums(*self.runner.both)
+        if not self.results:
+            return {"local": local}
         sides = [k for k in (0, 1) if k == 0 or site.site.op != "take"]
-        seen = {"out": result} if self.results else {}
-        seen |= {
-            "local": sums(*self.runner.both),
+        seen = {
+            "out": result,
+            "local": local,
             "not_finite": jnp.stack([_not_finite([result]), _not_finite(operands)]),
         }
         clipped = []
@@ -141,7 +144,7 @@ def probe(
 
         def program(mask, values, others, scales, wanted=wanted):
             interpreter = mixed.interpreter(mask, scales)
-            interpreter.taps = Taps(Probe(interpreter.at_site, wanted, results))
+            interpreter.taps = Taps(Probe(interpreter.runner, wanted, results))
             inputs = mixed.inputs(mask, values, others)
             return interpreter.run_tapped(mixed.traced.program.root, inputs)[1]
 

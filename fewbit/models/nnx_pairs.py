@@ -28,7 +28,8 @@ def pair(
     method: str,
 ) -> Pair:
     """Both models, called as `method(*args, **kwargs)`."""
-    runs = [nnx_calls.prepare(m, provider, method, args, kwargs) for m in (quantized, model)]
+    ready = nnx_calls.prepare(quantized, provider, method, args, kwargs)
+    plain = nnx_calls.prepare(model, provider, method, args, kwargs)
     differing = _differing_state(model, quantized)
     notes: tuple[str, ...] = ()
     if differing:
@@ -36,7 +37,10 @@ def pair(
         notes = (_NOTE_STATE.format(names=", ".join(differing[:_SHOWN]) + more),)
     return Pair(
         "nnx",
-        *(part for run in runs for part in (run.runner, run.dynamic)),
+        ready.runner,
+        ready.dynamic,
+        plain.runner,
+        plain.dynamic,
         outputs=_outputs,
         notes=notes,
     )

@@ -91,9 +91,7 @@ def accuracy_chart(points: Sequence[Point]) -> Markup:
         grid.append(
             tag("line", x1=left, x2=width - right, y1=_n(y(value)), y2=_n(y(value)), class_="grid")
         )
-        grid.append(
-            tag("text", f"{value:.4g}", x=left - 8, y=_n(y(value) + 4), class_="label end")
-        )
+        grid.append(tag("text", f"{value:.4g}", x=left - 8, y=_n(y(value) + 4), class_="label end"))
     for size in _size_ticks(math.exp(least), math.exp(most)):
         grid.append(
             tag("line", x1=_n(x(size)), x2=_n(x(size)), y1=top, y2=height - bottom, class_="grid")

@@ -25,15 +25,14 @@ def text(value: Any) -> Markup:
     return Markup(html.escape(_CONTROL.sub("\ufffd", str(value)), quote=True))
 
 
-def tag(name: str, *children: Any, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     """An element. `class_` and `data_value` are written as in HTML; None leaves an attribute out.
 
     >>> tag('td', '<up>', class_='name', data_value=3)
     '<td class="name" data-value="3">&lt;up&gt;</td>'
     """
     written = "".join(
-        f' {key.rstrip("_").replace("_", "-")}'
-        + ("" if value is True else f'="{text(value)}"')
+        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{text(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )

@@ -34,9 +34,7 @@ def sortable(
         )
         for key, heading, number in columns
     ]
-    body = [
-        tag("tr", [_cell(c, k, columns[k][2]) for k, c in enumerate(row)]) for row in rows
-    ]
+    body = [tag("tr", [_cell(c, k, columns[k][2]) for k, c in enumerate(row)]) for row in rows]
     table = tag(
         "table",
         tag("caption", caption),
