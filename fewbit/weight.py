@@ -40,7 +40,8 @@ class Weight:
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        return cls(children[0], *static, twin=children[1])
+        (array, twin), (leaf, rule) = children, static
+        return cls(array, leaf, rule, twin)
 
     def moved(self, array: QArray, twin: Any = None) -> "Weight":
         return Weight(array, self.leaf, self.rule, twin)

@@ -13,8 +13,8 @@ from fewbit.numerics import convert_from, format_of, qtype_name
 from fewbit.qarray import QArray, unpack
 
 _MOST_ELEMENTS = 2**20
-_FEW_CODES = 32
-_BINS = 96
+_MOST_CODES = 64  # of integers; more are counted in bins, which float formats would not fill
+_BINS = 64
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Distribution:
     """A weight before and after, both in units of the scale that each number has.
 
     `before` counts the float numbers in equal bins from `low` to `high`; `codes` are the values
-    that codes stand for and `after` how many numbers have each; with more codes than bins, both are
-    bins. `absmax` is the largest magnitude of the float weight.
+    that codes stand for (middles of bins, if they are many integers) and `after` how many numbers
+    have each; `first` and `last` are the extreme codes. `absmax` is the largest magnitude of the
+    float weight. Of a large weight a million numbers are counted.
     """
 
     path: str
@@ -33,6 +34,8 @@ class Distribution:
     before: tuple[int, ...]
     codes: tuple[float, ...]
     after: tuple[int, ...]
+    first: float
+    last: float
     absmax: float
     elements: int
 
@@ -47,31 +50,36 @@ def distribution(path: str, weight: Any, q: QArray) -> Distribution:
     {-4.0: 1, -3.0: 0, -2.0: 0, -1.0: 0, 0.0: 1, 1.0: 1, 2.0: 1, 3.0: 1}
     """
     before, after, absmax = (np.asarray(x, np.float64) for x in _in_units(weight, q))
-    grid = _grid(q)
     before = before[np.isfinite(before)]
-    margin = (grid[-1] - grid[0]) / (2 * (len(grid) - 1))
-    low, high = float(grid[0] - margin), float(grid[-1] + margin)
-    fine = 6 if before.size > 20_000 else 4 if before.size > 4_000 else 2
-    bins = _BINS if len(grid) > _FEW_CODES else fine * len(grid)
-    counts = np.histogram(np.clip(before, low, high), bins, (low, high))[0]
-    if len(grid) > _FEW_CODES:
-        edges = np.linspace(low, high, _BINS + 1)
-        grid = (edges[1:] + edges[:-1]) / 2
-        codes = np.histogram(after, _BINS, (low, high))[0]
+    grid = _grid(q)
+    first, last, binned = float(grid[0]), float(grid[-1]), len(grid) > _MOST_CODES
+    if binned and format_of(q.qtype).kind == "int":
+        grid = np.linspace(first - 0.5, last + 0.5, 2 * _BINS + 1)[1::2]  # middles of equal bins
+        step = (last - first + 1) / _BINS
+        counted = np.histogram(after, _BINS, (first - 0.5, last + 0.5))[0]
     else:
-        nearest = np.abs(after[:, None] - grid[None, :]).argmin(1) if after.size else after[:0]
-        codes = np.bincount(nearest.astype(int), minlength=len(grid))
+        binned, step = False, (last - first) / (len(grid) - 1)
+        counted = np.bincount(np.searchsorted(_middles(grid), after), minlength=len(grid))
+    low, high = float(grid[0] - step / 2), float(grid[-1] + step / 2)
+    fine = 1 if binned else 6 if before.size > 20_000 else 4 if before.size > 4_000 else 2
+    bins = min(fine * len(grid), 2 * _BINS)
     return Distribution(
-        path,
-        qtype_name(q.qtype),
-        low,
-        high,
-        tuple(map(int, counts)),
-        tuple(float(f"{g:.6g}") for g in grid),
-        tuple(map(int, codes)),
-        float(absmax),
-        int(np.size(weight)),
+        path=path,
+        qtype=qtype_name(q.qtype),
+        low=low,
+        high=high,
+        before=tuple(map(int, np.histogram(np.clip(before, low, high), bins, (low, high))[0])),
+        codes=tuple(float(f"{g:.6g}") for g in grid),
+        after=tuple(map(int, counted)),
+        first=first,
+        last=last,
+        absmax=float(absmax),
+        elements=int(np.size(weight)),
     )
+
+
+def _middles(grid: np.ndarray) -> np.ndarray:
+    return (grid[1:] + grid[:-1]) / 2
 
 
 @jax.jit
@@ -99,8 +107,6 @@ def _grid(q: QArray) -> np.ndarray:
         return np.array([-1.0, 1.0])
     if row.kind == "int":
         low, high = row.asymmetric or (-(2 ** (row.bits - 1)), 2 ** (row.bits - 1) - 1)
-        if high - low > 4 * _BINS:
-            return np.linspace(low, high, 4 * _BINS)
         return np.arange(low, high + 1, dtype=np.float64)
     if row.kind == "table":
         return np.asarray(convert_from(jnp.arange(16, dtype=jnp.uint4), q.qtype), np.float64)

@@ -22,12 +22,13 @@ def weight_histogram(d: Distribution, number: int) -> Markup:
     gaps = _gaps(d.codes, d.low, d.high)
     density = [count / total_before / step for count in d.before]
     mass = [count / total_after / gap for count, gap in zip(d.after, gaps, strict=True)]
-    highest = max([*density, *mass, 1e-12])
-    y = lambda value: base - (base - top) * math.sqrt(value / highest)  # noqa: E731
+    # Close codes around zero share few numbers: what chance puts on one of them would dwarf all.
+    highest = max([1.3 * max(density), 1e-12])
+    y = lambda value: base - (base - top) * math.sqrt(min(value / highest, 1.0))  # noqa: E731
     bars = []
     for code, gap, value in zip(d.codes, gaps, mass, strict=True):
         if value:
-            w = max(min(gap / reach * width * 0.72, 14.0), 1.2)
+            w = max(min(gap / reach * width * 0.74, 14.0), 1.2)
             bars.append(
                 tag(
                     "rect",
@@ -40,19 +41,21 @@ def weight_histogram(d: Distribution, number: int) -> Markup:
             )
     points = [f"{_n(x(d.low + (i + 0.5) * step))},{_n(y(v))}" for i, v in enumerate(density)]
     outline = " ".join([f"0,{base}", *points, f"{width},{base}"])
+    binned = d.codes[0] != d.first
     ticks = [
-        tag("line", x1=_n(x(c)), x2=_n(x(c)), y1=base, y2=base + 4, class_="tick") for c in d.codes
+        tag("line", x1=_n(x(c)), x2=_n(x(c)), y1=base, y2=base + 4, class_="tick")
+        for c in (() if binned else d.codes)
     ]
     ends = [
-        tag("text", _short(d.codes[0]), x=2, y=height - 4, class_="label"),
+        tag("text", _short(d.first), x=2, y=height - 4, class_="label"),
         tag("text", "0", x=_n(x(0.0)), y=height - 4, class_="label middle")
-        if d.codes[0] < 0 < d.codes[-1]
+        if d.first < 0 < d.last
         else None,
-        tag("text", _short(d.codes[-1]), x=width - 2, y=height - 4, class_="label end"),
+        tag("text", _short(d.last), x=width - 2, y=height - 4, class_="label end"),
     ]
     words = (
         f"{d.path}, {d.qtype}: {human_count(d.elements)} numbers before and after rounding to "
-        f"{len(set(d.codes))} {'values' if len(d.codes) <= 32 else 'bins'}"
+        f"values from {_short(d.first)} to {_short(d.last)} in units of the scale"
     )
     return _svg(
         width,
@@ -187,7 +190,7 @@ def _svg(width: int, height: int, words: str, name: str, *children: Any) -> Mark
 
 
 def _short(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:g}"
 
 
 def _n(value: float) -> str:

@@ -151,7 +151,7 @@ def _numbers(row: SiteError) -> list[Any]:
         Cell("-") if row.clipped is None else Cell(f"{row.clipped:.2%}", row.clipped),
         level(row.only),
         level(row.restored),
-        row.types,
+        Cell(row.types, class_="types"),
     ]
 
 

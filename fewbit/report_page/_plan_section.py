@@ -15,9 +15,9 @@ _COLUMNS = (
     ("weight", "weight", False),
     ("types", "types", False),
     ("scales", "scales", False),
-    ("before", "bytes before", True),
-    ("bytes", "bytes after", True),
-    ("macs", "multiply-adds", True),
+    ("before", "before", True),
+    ("bytes", "after", True),
+    ("macs", "mult-adds", True),
     ("runs", "runs on", False),
 )
 
@@ -90,7 +90,8 @@ def plan_table(plan: Plan) -> Markup:
         below += [tag("h3", "Notes"), tag("ul", items, class_="plain")]
     intro = tag(
         "p",
-        "One row per product or look-up. Press a heading to sort.",
+        "One row per product or look-up, with its weight’s bytes before and after. Press a heading to "
+        "sort.",
         class_="soft lead",
     )
     return tag("section", tag("h2", "Plan"), intro, table, join(*below), id="plan")
@@ -104,7 +105,7 @@ def _row(planned: SitePlan, leaves: dict[str, LeafPlan]) -> list[Any]:
         types = f"{planned.weight_qtype or '-'} x {planned.act_qtype or '-'}"
         types += " static" * (planned.act_mode == "static")
         runs = Cell("; ".join((planned.runs_on, *planned.notes)), class_="wrap")
-        kind: Any = types
+        kind: Any = Cell(types, class_="types")
     else:
         kind = Cell("float", class_="float")
         runs = Cell("; ".join((planned.reason or "", *planned.notes)), class_="wrap float")
