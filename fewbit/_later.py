@@ -119,6 +119,7 @@ MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hi
 # Names with a home that is loaded on first use, because it needs a framework or is rarely wanted.
 LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
+    "debug": ("fewbit.debug", None),
     "pallas": ("fewbit.pallas", None),
     "contrib": ("fewbit.contrib", None),
 }

@@ -199,6 +199,17 @@ class Runner:
 
     def interpret(self, tree: Any) -> Any:
         """Trace, decide, run: what is jitted. All but the arrays' values happens at trace time."""
+        traced, decisions = self.ready(tree)
+        outs = self.run(traced.program, decisions, traced.values, traced.scales)[0]
+        return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
+
+    def as_traced(self, tree: Any) -> list[Any]:
+        """The leaves that the function itself returns for float leaves, no Site replaced."""
+        with current.tracing(self.provider):
+            return jax.tree.leaves(self._traceable(tree))
+
+    def ready(self, tree: Any) -> tuple[Traced, dict[str, Decision]]:
+        """Traced and decided; parameters and scales are checked against the rules."""
         traced = self.trace(tree)
         decisions = decide(traced.program, self.rule_for(traced.values))
         self.provider.mark_used(
@@ -212,8 +223,7 @@ class Runner:
             self.check_something(traced, decisions)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
             _say_once_if_unpacked(tree)
-        outs = self.run(traced.program, decisions, traced.values, traced.scales)[0]
-        return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
+        return traced, decisions
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
         """The model's output. A parameter handed through untouched comes out as it is stored."""

@@ -54,7 +54,7 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 
     def body_step(moving, x):
         i, rows = x
-        layer = {k: w.moved(w.array.at_layer(i)) for k, w in stacks.items()}
+        layer = {k: w.at_layer(i) for k, w in stacks.items()}
         values, around = run.static.state
         with run.static.using((values, (*around, i) if scaled else around)):
             outs = run.run(
@@ -177,14 +177,13 @@ def _custom_vjp(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node
 def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
     p = jaxprs.shard_map_params(eqn)
     # Panels are cut for one device; one code per element splits over any mesh.
-    ins = [v.moved(unpack(v.array)) if is_weight(v) else v for v in ins]
+    ins = [v.moved(unpack(v.array), v.twin) if is_weight(v) else v for v in ins]
     ins = [
         v if not is_weight(v) or _can_shard(v.array, s, p.mesh) else run.floats([v], "shard_map")[0]
         for v, s in zip(ins, p.in_specs, strict=True)
     ]
     specs = tuple(
-        v.moved(map_parts(lambda part, spec: spec, v.array, s)) if is_weight(v) else s
-        for v, s in zip(ins, p.in_specs, strict=True)
+        _weight_specs(v, s) if is_weight(v) else s for v, s in zip(ins, p.in_specs, strict=True)
     )
 
     axes = tuple(name for name in p.mesh.axis_names if name in p.axis_names)
@@ -213,6 +212,12 @@ def _shard_map(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]
     outs, readings = mapped(run.static.state, *ins)
     run.taps.add(run.taps.from_shards(readings, differs))
     return list(outs)
+
+
+def _weight_specs(weight: Any, spec: PartitionSpec) -> Any:
+    """What `shard_map` is told of a weight: a spec for each of its parts."""
+    parts = map_parts(lambda part, spec: spec, weight.array, spec)
+    return weight.moved(parts, None if weight.twin is None else spec)
 
 
 def _can_shard(q: QArray, spec: PartitionSpec, mesh: Any) -> bool:

@@ -25,21 +25,33 @@ _MSG_GRADIENT = (
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True)
 class Weight:
-    """A quantized parameter on its way through the model, with what rides on it."""
+    """A quantized parameter on its way through the model, with what rides on it.
+
+    `twin` is the float array it was made of, in runs that hold the two against each other.
+    """
 
     array: QArray
     leaf: str
     rule: Any = None
+    twin: Any = None
 
     def tree_flatten(self):
-        return (self.array,), (self.leaf, self.rule)
+        return (self.array, self.twin), (self.leaf, self.rule)
 
     @classmethod
     def tree_unflatten(cls, static, children):
-        return cls(children[0], *static)
+        (array, twin), (leaf, rule) = children, static
+        return cls(array, leaf, rule, twin)
 
-    def moved(self, array: QArray) -> "Weight":
-        return Weight(array, self.leaf, self.rule)
+    def moved(self, array: QArray, twin: Any = None) -> "Weight":
+        return Weight(array, self.leaf, self.rule, twin)
+
+    def at_layer(self, i: Any) -> "Weight":
+        """One layer of a stacked weight."""
+        twin = self.twin
+        if twin is not None:
+            twin = jax.lax.dynamic_index_in_dim(twin, i, 0, keepdims=False)
+        return self.moved(self.array.at_layer(i), twin)
 
 
 def is_weight(value: Any) -> bool:

@@ -64,7 +64,7 @@ LAYERS = [
     ["algorithms", "calibrating", "_calibrating_messages"],
     ["io"],
     ["lm"],
-    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug"],
+    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug", "report_page"],
 ]
 
 # Which files know a framework. Everything else speaks JAX alone.

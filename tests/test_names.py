@@ -73,6 +73,7 @@ WORKS = {
     "WithAux": lambda: quantized_params()["w"].how.qtype == jnp.int8,
     "HowToQuantize": lambda: fewbit.HowToQuantize(qtype="int8").channelwise_axes == (),
     "numerics": lambda: fewbit.numerics.should_quantize(jnp.float32),
+    "debug": lambda: callable(fewbit.debug.compare) and callable(fewbit.debug.bisect),
     "get_current_rule": lambda: fewbit.get_current_rule("gmm") is None,
     "pallas": lambda: fewbit.pallas.QArray is fewbit.QArray,
     "contrib": lambda: fewbit.contrib.gptq is fewbit.gptq,

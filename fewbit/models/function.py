@@ -57,9 +57,7 @@ class QuantizedFunction:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
-        params, scales = _split(params)
-        dynamic, call = split_call((params, args, kwargs, scales), _name)
-        runner = self._runners.get(lambda: call.key, lambda: self.runner(call))
+        runner, dynamic = call_runner(self, params, args, kwargs)
         return self.provider.process_model_output("__call__", runner(dynamic))
 
     def runner(self, call: Call) -> Runner:
@@ -80,6 +78,16 @@ class QuantizedFunction:
         return f"QuantizedFunction({name}, {type(self.provider).__name__})"
 
 
+def call_runner(
+    quantized: QuantizedFunction, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Runner, list[Any]]:
+    """The runner for one way of calling a function, and the leaves to call it with."""
+    params, scales = _split(params)
+    dynamic, call = split_call((params, args, kwargs, scales), _name)
+    runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
+    return runner, dynamic
+
+
 def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
     """Runners of the float function: `(method, args, kwargs)` to one and its leaves."""
     if isinstance(function, QuantizedFunction):
@@ -87,8 +95,7 @@ def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
     twin, params = QuantizedFunction(function, provider), _split(params)[0]
 
     def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
-        dynamic, call = split_call((params, args, kwargs, {}), _name)
-        return twin._runners.get(lambda: call.key, lambda: twin.runner(call)), dynamic
+        return call_runner(twin, params, args, kwargs)
 
     return run
 

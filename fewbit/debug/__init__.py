@@ -1,0 +1,14 @@
+"""See what quantization did to a model: compare, bisect.
+
+>>> import fewbit.debug
+>>> fewbit.debug.compare, fewbit.debug.bisect
+(<function compare at ...>, <function bisect at ...>)
+"""
+
+from fewbit.debug._bisect import Bisection as Bisection
+from fewbit.debug._bisect import bisect as bisect
+from fewbit.debug._compare import compare as compare
+from fewbit.debug._comparison import Comparison as Comparison
+from fewbit.debug._comparison import LayerError as LayerError
+from fewbit.debug._comparison import SiteError as SiteError
+from fewbit.report_page import html_report as html_report

@@ -1,0 +1,104 @@
+"""A float model and its quantized twin on one batch, each as a runner and the leaves to run it on.
+
+What tools that hold the two against each other begin with; the front ends' own parts are in
+`linen_pairs` and `nnx_pairs`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fewbit._errors import describe
+from fewbit.engine import Runner, Traced
+from fewbit.models import front_end
+from fewbit.models.function import QuantizedFunction, call_runner
+
+_MSG_NOT_QUANTIZED = (
+    "The second argument, {found}, is not quantized. Pass the float model first and what "
+    "fewbit.quantize_model(model, provider, ...) made of it second."
+)
+_MSG_SWAPPED = (
+    "The first argument, {found}, is quantized already. The float model comes first: "
+    "(model, quantized, batch)."
+)
+_MSG_KINDS = (
+    "The two models are of different kinds: {first} and {second}. Pass a model and what "
+    "fewbit.quantize_model made of it."
+)
+_MSG_TREES = (
+    "{kind} keeps its parameters outside the model: pass the float tree as params= and the "
+    "quantized one as qparams=.{missing}"
+)
+_MSG_NO_TREES = (
+    "An NNX model holds its parameters; params= and qparams= are for functions and Linen. Leave "
+    "them out."
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two runners of one model. `outputs(traced)` is how many of its results are the model's."""
+
+    kind: str
+    runner: Runner
+    tree: Any
+    float_runner: Runner
+    float_tree: Any
+    outputs: Callable[[Traced], int] = lambda traced: len(traced.forwarded)
+    notes: tuple[str, ...] = ()
+
+
+def pair(
+    model: Any,
+    quantized: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    params: Any = None,
+    qparams: Any = None,
+    method: Any = None,
+    rngs: Any = None,
+) -> Pair:
+    """The two models ready to run on a batch."""
+    kind, other = (front_end(m).__name__.rpartition(".")[2] for m in (model, quantized))
+    if kind != other:
+        raise TypeError(_MSG_KINDS.format(first=describe(model), second=describe(quantized)))
+    if _provider(kind, model) is not None:
+        raise TypeError(_MSG_SWAPPED.format(found=describe(model)))
+    provider = _provider(kind, quantized)
+    if provider is None:
+        raise TypeError(_MSG_NOT_QUANTIZED.format(found=describe(quantized)))
+    given = {"params": params, "qparams": qparams}
+    if kind == "nnx":
+        if params is not None or qparams is not None:
+            raise TypeError(_MSG_NO_TREES)
+    else:
+        missing = [name for name, tree in given.items() if tree is None]
+        if missing:
+            name = {"function": "A function", "linen": "A Linen module"}[kind]
+            text = f" {' and '.join(missing)} is missing."
+            raise TypeError(_MSG_TREES.format(kind=name, missing=text))
+    _, args, kwargs = provider.process_model_inputs(quantized, args, kwargs)
+    if kind == "function":
+        runner, tree = call_runner(quantized, qparams, args, kwargs)
+        plain = QuantizedFunction(model, provider)
+        return Pair(kind, runner, tree, *call_runner(plain, params, args, kwargs))
+    home = importlib.import_module(f"fewbit.models.{kind}_pairs")
+    if kind == "linen":
+        trees = {name: _variables(tree) for name, tree in given.items()}
+        return home.pair(model, quantized, provider, args, kwargs, method, rngs, **trees)
+    return home.pair(model, quantized, provider, args, kwargs, method or "__call__")
+
+
+def _provider(kind: str, model: Any) -> Any:
+    """The provider of a quantized model; None for a float one."""
+    if kind == "function":
+        return model.provider if isinstance(model, QuantizedFunction) else None
+    return getattr(type(model), "_fewbit_provider", None)
+
+
+def _variables(tree: Any) -> Any:
+    """Linen variables: as given, or parameters alone."""
+    whole = isinstance(tree, Mapping) and isinstance(tree.get("params"), Mapping)
+    return tree if whole else {"params": tree}

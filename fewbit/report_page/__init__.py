@@ -1,0 +1,60 @@
+"""A report as one HTML file: the plan, accuracy against bytes, errors per Site, distributions."""
+
+import os
+import pathlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from fewbit._plan import Plan
+from fewbit.debug._comparison import Comparison
+from fewbit.report_page._page import render as render
+
+_MSG_PLACE = "The report cannot be written to {path}: {why}. Nothing was changed there."
+
+
+def html_report(
+    path: str | os.PathLike[str],
+    *,
+    plan: Plan | None = None,
+    comparison: Comparison | None = None,
+    stats: Any = None,
+    curve: Sequence[tuple[str, int, float]] | None = None,
+    title: str = "Quantization report",
+) -> pathlib.Path:
+    """Write a report that opens in any browser, offline; returns its path.
+
+    `plan` is from `fewbit.plan`, `comparison` from `fewbit.debug.compare`, `stats` what calibration
+    collected, `curve` points (label, bytes, accuracy) of models to hold against each other. Each
+    may be left out. The file is written whole or not at all.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = html_report(f'{folder}/report.html', curve=[('int8', 1000, 0.97)])
+    ...     made.name, made.read_text('utf-8')[:15]
+    ('report.html', '<!doctype html>')
+    """
+    page = render(plan=plan, comparison=comparison, stats=stats, curve=curve, title=title)
+    target = pathlib.Path(path)
+    _write_whole(target, page.encode("utf-8"))
+    return target
+
+
+def _write_whole(target: pathlib.Path, data: bytes) -> None:
+    """Beside it first, then in its place: a full disk or a kill leaves what was there."""
+    if target.is_dir():
+        raise IsADirectoryError(_MSG_PLACE.format(path=target, why="it is a directory"))
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise type(error)(error.errno, _MSG_PLACE.format(path=target, why=why)) from error
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
