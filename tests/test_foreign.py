@@ -1,6 +1,7 @@
 """Checkpoints of GPTQ, AWQ, compressed-tensors and fp8: every code and every number, exactly."""
 
 import json
+import pathlib
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,7 +13,7 @@ from oracles import foreign
 
 import fewbit
 from fewbit.io.errors import CheckpointError
-from fewbit.io.safetensors_file import SafetensorsWriter, dtype_name
+from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter, dtype_name
 
 
 def config(**settings):
@@ -553,3 +554,23 @@ def test_names_that_do_not_work(names, error, sentence):
     tensors, _ = small_checkpoint(np.random.default_rng(1))
     with pytest.raises(error, match=sentence):
         fewbit.read_checkpoint(tensors, config=SAID, names=names)
+
+
+GOLDEN = sorted(pathlib.Path(__file__).parent.glob("golden/foreign/*.safetensors"))
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_files_that_the_tools_themselves_wrote(path):
+    """Made by AutoGPTQ 0.7.1, AutoAWQ 0.1.8 and compressed-tensors 0.10.2 from known numbers."""
+    file = SafetensorsFile(path)
+    said = {"quantization_config": json.loads(file.metadata["quantization_config"])}
+    found = fewbit.read_checkpoint(path, config=said)
+    wanted = file.read("wanted")
+    np.testing.assert_array_equal(
+        np.asarray(fewbit.dequantize(found["up/weight"], "float32")), wanted
+    )
+
+
+def test_there_are_such_files():
+    stems = {path.stem.split("-")[0] for path in GOLDEN}
+    assert stems == {"autogptq", "autoawq", "compressed"}
