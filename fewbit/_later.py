@@ -50,15 +50,6 @@ LATER = {
     "OdmlConversionProvider": Later(
         "convert a model for export to LiteRT", "export the float model and quantize it there"
     ),
-    "process_prequantized_params": Later(
-        "load parameters that another tool quantized",
-        "build them as fewbit.WithAux(fewbit.QArray(qvalue, scale, zero_point), how), with `how` "
-        "from fewbit.plan(...).how(path)",
-    ),
-    "restore_quantization_rules": Later(
-        "read rules back from a quantized checkpoint",
-        "save the rules beside it: fewbit.rules_to_json(rules)",
-    ),
     "QuantStat": Later(
         "hold the activation ranges that calibration saw (an nnx.Variable)",
         "collect ranges with fewbit.calibrate(model, rules, batches) and give them to "
@@ -122,6 +113,9 @@ LAZY = {
     "debug": ("fewbit.debug", None),
     "pallas": ("fewbit.pallas", None),
     "contrib": ("fewbit.contrib", None),
+    "process_prequantized_params": ("fewbit.io.prequantized", "process_prequantized_params"),
+    "restore_quantization_rules": ("fewbit.io.restored_rules", "restore_quantization_rules"),
+    "read_checkpoint": ("fewbit.io.read_checkpoint", "read_checkpoint"),
 }
 
 

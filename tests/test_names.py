@@ -77,7 +77,15 @@ WORKS = {
     "get_current_rule": lambda: fewbit.get_current_rule("gmm") is None,
     "pallas": lambda: fewbit.pallas.QArray is fewbit.QArray,
     "contrib": lambda: fewbit.contrib.gptq is fewbit.gptq,
+    "process_prequantized_params": lambda: isinstance(
+        fewbit.process_prequantized_params({"w": q()}, {"w": W})["w"], jax.Array
+    ),
+    "restore_quantization_rules": lambda: (
+        fewbit.restore_quantization_rules({"w": q()}, fewbit.QuantizationRule)[0].weight_qtype
+        == jnp.int8
+    ),
     # fewbit's own
+    "read_checkpoint": lambda: fewbit.read_checkpoint({"w": W})["w"].shape == W.shape,
     "plan": lambda: fewbit.plan(model, RULES, {"w": W}, X).kind == "function",
     "Plan": lambda: fewbit.Plan(rules=(), sites=(), leaves=()).totals.sites == 0,
     "Site": lambda: fewbit.plan(model, RULES, {"w": W}, X).sites[0].site.id == "w:dot_general0",

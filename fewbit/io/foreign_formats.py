@@ -1,0 +1,89 @@
+"""Which format a Hugging Face checkpoint is in: what config.json says of its quantization."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from fewbit.io import foreign_awq, foreign_compressed, foreign_fp8, foreign_gptq
+from fewbit.io.errors import CheckpointError, cut
+
+FORMATS: dict[str, ModuleType] = {
+    "fp8": foreign_fp8,
+    "compressed-tensors": foreign_compressed,
+    "gptq": foreign_gptq,
+    "awq": foreign_awq,
+}
+# Where tools put their settings, the newest habit first.
+CONFIG_FILES = ("config.json", "quantize_config.json", "quant_config.json")
+_KEYS = ("quantization_config", "compression_config")
+
+_MSG_UNKNOWN = "is quantized with {found}, which is not read; {known} are"
+_FIX_UNKNOWN = (
+    "Dequantize it with the tool that made it and quantize the float checkpoint: "
+    "fewbit.quantize_checkpoint(src, dst, plan)."
+)
+_MSG_JSON = "is no JSON ({reason})"
+
+
+def read_config(place: str, *, named: bool = False) -> dict[str, Any] | None:
+    """The settings in a folder, or (`named`) in a file; None where a folder has none.
+
+    >>> read_config('/nowhere') is None
+    True
+    """
+    if named and not os.path.isdir(place):
+        return _settings(place)
+    for name in CONFIG_FILES:
+        path = os.path.join(place, name)
+        if os.path.isfile(path):
+            found = _settings(path)
+            if any(found.get(key) for key in _KEYS):
+                return found
+    return None
+
+
+def _settings(path: str) -> dict[str, Any]:
+    found = _json(path)
+    name = os.path.basename(path)
+    if name in CONFIG_FILES[1:] and not any(found.get(key) for key in _KEYS):
+        method = "gptq" if name == "quantize_config.json" else "awq"
+        return {"quantization_config": {"quant_method": method, **found}}
+    return found
+
+
+def quantization_of(
+    config: Mapping[str, Any] | None, path: str = "the checkpoint"
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The method and its settings, None for a float checkpoint.
+
+    >>> quantization_of({'quantization_config': {'quant_method': 'gptq', 'bits': 4}})
+    ('gptq', {'quant_method': 'gptq', 'bits': 4})
+    """
+    settings = next((config[key] for key in _KEYS if config and config.get(key)), None)
+    if settings is None and config and "quant_method" in config:  # the settings themselves
+        settings = config
+    if settings is None:
+        return None
+    method = str(settings.get("quant_method", "")).replace("_", "-").lower()
+    if not method and "config_groups" in settings:
+        method = "compressed-tensors"
+    if method not in FORMATS:
+        known = ", ".join(map(repr, FORMATS))
+        what = _MSG_UNKNOWN.format(found=cut(settings.get("quant_method")), known=known)
+        raise CheckpointError(path, what, fix=_FIX_UNKNOWN)
+    return method, settings
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(path, _MSG_JSON.format(reason=cut(error, 100))) from None
+    if not isinstance(found, dict):
+        raise CheckpointError(path, _MSG_JSON.format(reason="not an object"))
+    return found

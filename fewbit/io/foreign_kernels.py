@@ -1,0 +1,164 @@
+"""A weight that another tool quantized, as a QArray: what the readers of all formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fewbit.io.errors import CheckpointError
+from fewbit.numerics import format_of
+from fewbit.qarray import QArray
+
+_MSG_MISSING = "is quantized with {method}, but {part} is missing; the checkpoint has {found}"
+_MSG_SHAPE = "cannot be read: {part} does not fit {why}"
+_MSG_DTYPE = "cannot be read: {part} has another type"
+_MSG_BITS = "has {bits!r} bits, and {method} is read with {known}"
+_FIX_MISSING = "Fetch all files of the checkpoint again; a shard or the index is not whole."
+_FIX_OTHER = "Check that config.json and these files belong together."
+_FIX_BITS = (
+    "Dequantize it with the tool that made it and quantize the float checkpoint: "
+    "fewbit.quantize_checkpoint."
+)
+FLOATS = ("float16", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A quantized weight as its tool stored it: arrays by part, and the settings from config.json.
+
+    `act_order` says what to do with rows whose groups are not in order (`by_group_index`).
+    """
+
+    name: str
+    parts: Mapping[str, np.ndarray]
+    config: Mapping[str, Any]
+    method: str
+    act_order: str = "rows"
+    path: str = "the checkpoint"
+
+    def error(self, what: str, **more: Any) -> CheckpointError:
+        """An error about this weight."""
+        return CheckpointError(self.path, what, tensor=self.name, **more)
+
+    def need(self, part: str, *dtypes: str) -> np.ndarray:
+        """A part of one of the dtypes; a missing one raises."""
+        if part not in self.parts:
+            found = ", ".join(self.parts) or "nothing of it"
+            what = _MSG_MISSING.format(method=self.method, part=part, found=found)
+            raise self.error(what, fix=_FIX_MISSING)
+        array = self.parts[part]
+        if dtypes and array.dtype.name not in dtypes:
+            raise self.error(
+                _MSG_DTYPE.format(part=part),
+                expected=" or ".join(dtypes),
+                found=array.dtype.name,
+                fix=_FIX_OTHER,
+            )
+        return array
+
+    def check_shape(
+        self, part: str, array: np.ndarray, wanted: tuple[int, ...], why: str
+    ) -> np.ndarray:
+        """The array, if it has the shape that the others ask for."""
+        if tuple(array.shape) != tuple(wanted):
+            raise self.error(
+                _MSG_SHAPE.format(part=part, why=why),
+                expected=tuple(wanted),
+                found=tuple(array.shape),
+                fix=_FIX_OTHER,
+            )
+        return array
+
+    def check_bits(self, bits: Any, known: tuple[int, ...]) -> int:
+        """The width, if it is one that is read."""
+        if bits not in known:
+            words = ", ".join(map(str, known))
+            what = _MSG_BITS.format(bits=bits, method=self.method, known=words)
+            raise self.error(what, fix=_FIX_BITS)
+        return int(bits)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A weight as `[..., in, out]` codes, and the order of its rows where that was changed.
+
+    With `permutation`, row `r` of `array` belongs to input channel `permutation[r]`:
+    `x[..., permutation] @ array` is the product that the checkpoint means.
+    """
+
+    array: QArray
+    permutation: np.ndarray | None = None
+
+
+def centred(codes: np.ndarray, zeros: np.ndarray | None, bits: int) -> tuple[Any, Any]:
+    """Unsigned codes and zero points as signed ones; zero points in the middle are none.
+
+    Only the difference of code and zero point counts, so both move by half the range.
+
+    >>> codes, zeros = centred(np.array([[0, 15]], np.uint8), np.array([[8, 8]], np.uint8), 4)
+    >>> codes.tolist(), zeros
+    ([[-8, 7]], None)
+    """
+    storage, half = format_of(f"int{bits}").storage, 1 << (bits - 1)
+    signed = (codes.astype(np.int16) - half).astype(np.int8).astype(storage)
+    if zeros is None or bool((zeros == half).all()):
+        return signed, None
+    return signed, (zeros.astype(np.int16) - half).astype(np.int8).astype(storage)
+
+
+def kernel(
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zeros: np.ndarray | None,
+    qtype: str,
+    group: int | None = None,
+) -> QArray:
+    """A QArray of `[in, out]` parts, `group` rows to a scale."""
+    count, rows = scale.shape[-2], codes.shape[-2]
+    uneven = group is not None and count not in (1, rows) and count * group != rows
+    return QArray(
+        jnp.asarray(codes),
+        jnp.asarray(scale),
+        None if zeros is None else jnp.asarray(zeros),
+        qtype,
+        tiles=((-2, group),) if uneven and group is not None else (),
+    )
+
+
+def by_group_index(
+    weight: Foreign,
+    codes: np.ndarray,
+    scale: np.ndarray,
+    zeros: np.ndarray | None,
+    group: int,
+    qtype: str,
+) -> Kernel:
+    """`[in, out]` rows whose group may be given one by one (`g_idx`, "act-order"), exactly.
+
+    Where the index only counts up by whole groups it says nothing new. Else `act_order='rows'`
+    gives every row its own scale, in place, and `'sort'` sorts the rows by group, so that groups
+    stay groups, and hands the order of the inputs along.
+    """
+    index = weight.parts.get("g_idx")
+    if index is None or bool((index < 0).all()):  # -1 throughout: not used
+        return Kernel(kernel(codes, scale, zeros, qtype, group))
+    weight.need("g_idx", "int32", "int64")
+    weight.check_shape("g_idx", index, (codes.shape[0],), "the inputs, one group for each")
+    low, high = int(index.min()), int(index.max())
+    if low < 0 or high >= scale.shape[0]:
+        raise weight.error(
+            "is damaged: g_idx names groups that have no scale",
+            expected=f"0 to {scale.shape[0] - 1}",
+            found=f"{low} to {high}",
+        )
+    whole = np.arange(codes.shape[0]) // group
+    if np.array_equal(index, whole):
+        return Kernel(kernel(codes, scale, zeros, qtype, group))
+    order = np.argsort(index, kind="stable").astype(np.int32)
+    if weight.act_order == "sort" and np.array_equal(index[order], whole):
+        return Kernel(kernel(codes[order], scale, zeros, qtype, group), order)
+    return Kernel(kernel(codes, scale[index], None if zeros is None else zeros[index], qtype))

@@ -1,0 +1,220 @@
+"""Names of other people's tensors as paths of parameters: regular expressions, in order.
+
+An entry is `(pattern, replacement)` or `(pattern, replacement, axes)`. The first pattern that
+matches a whole name decides; a replacement of None leaves the tensor out. A word in braces stands
+for a number: `{i}` in both keeps it, `{i}` in the pattern alone stacks the tensors along a new
+first axis, in order. `axes` says how the source is turned: `'T'` (the last two axes exchanged) or a
+permutation such as `(1, 0)`; `()` leaves it as it lies. Names that no pattern matches keep theirs,
+with `/` for `.`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fewbit.io.errors import CheckpointError
+
+_NUMBER = re.compile(r"\{([a-zA-Z_]\w*)\}")
+
+_MSG_ENTRY = (
+    "names takes a list of (pattern, replacement) or (pattern, replacement, axes), and entry "
+    "{number} is {found!r}. An example: (r'model\\.layers\\.{{i}}\\.(.*)\\.weight', "
+    "r'layers/{{i}}/\\1/kernel', 'T')."
+)
+_MSG_PATTERN = "names: {pattern!r} is no regular expression ({reason})."
+_MSG_REPLACEMENT = "names: {replacement!r} does not fit the pattern {pattern!r} ({reason})."
+_MSG_AXES = (
+    "names: the axes of {pattern!r} are {found!r}. Write 'T' for a transpose, a permutation such "
+    "as (1, 0), or () to leave the tensor as it lies."
+)
+_MSG_TWICE = "has two tensors for {target!r}, {first!r} and {second!r}"
+_FIX_TWICE = "Change names=... so that each gets a path of its own, or leave one out with None."
+_MSG_UNUSED = (
+    "names: nothing in the checkpoint matches {pattern!r}.{near} Its names are like {some}."
+)
+_MSG_GAP = "has no {name!r}, which {target!r} stacks"
+
+
+@dataclass(frozen=True)
+class NameRule:
+    """One entry of `names`, compiled."""
+
+    pattern: str
+    compiled: re.Pattern[str]
+    replacement: str | None
+    axes: str | tuple[int, ...] | None
+    stacked: tuple[str, ...]  # the numbers that become leading axes, outermost first
+
+
+@dataclass(frozen=True)
+class Target:
+    """A path and the tensors that it is made of: one, or a grid of them to be stacked."""
+
+    path: str
+    sources: tuple[str, ...]
+    stack: tuple[int, ...] = ()  # the lengths of the stacked axes
+    axes: str | tuple[int, ...] | None = None  # None: nothing was said
+
+
+def compile_names(names: Iterable[Sequence[Any]] | None) -> tuple[NameRule, ...]:
+    """The entries, checked.
+
+    >>> compile_names([('wte', 'embed')])[0].replacement
+    'embed'
+    """
+    return tuple(_compiled(number, entry) for number, entry in enumerate(names or ()))
+
+
+def map_names(
+    path: str, sources: Sequence[str], names: Iterable[Sequence[Any]] | None
+) -> tuple[Target, ...]:
+    """What each parameter is made of, in the order in which the sources come first.
+
+    >>> rules = [(r'h\\.{i}\\.(\\w+)\\.weight', r'layers/\\1/kernel', 'T'), (r'.*\\.rope', None)]
+    >>> found = map_names('a', ['h.0.up.weight', 'h.1.up.weight', 'h.0.rope', 'norm.scale'], rules)
+    >>> found[0]
+    Target(path='layers/up/kernel', sources=('h.0.up.weight', 'h.1.up.weight'), stack=(2,),
+           axes='T')
+    >>> found[1].path
+    'norm/scale'
+    """
+    rules = compile_names(names)
+    used: set[str] = set()
+    grids: dict[str, dict[tuple[int, ...], str]] = {}
+    axes: dict[str, Any] = {}
+    for source in sources:
+        found = _mapped(source, rules)
+        if found is None:
+            continue
+        target, index, rule = found
+        if rule is not None:
+            used.add(rule.pattern)
+            axes[target] = rule.axes
+        grid = grids.setdefault(target, {})
+        if index in grid or (grid and len(next(iter(grid))) != len(index)):
+            first = grid.get(index, next(iter(grid.values())))
+            what = _MSG_TWICE.format(target=target, first=first, second=source)
+            raise CheckpointError(path, what, fix=_FIX_TWICE)
+        grid[index] = source
+    dropped = {rule.pattern for rule in rules if rule.replacement is None}
+    for rule in rules:
+        if rule.pattern not in used | dropped:
+            raise ValueError(_unused(rule, sources))
+    return tuple(_target(path, name, grid, axes.get(name)) for name, grid in grids.items())
+
+
+def _mapped(
+    source: str, rules: tuple[NameRule, ...]
+) -> tuple[str, tuple[int, ...], NameRule | None] | None:
+    for rule in rules:
+        match = rule.compiled.fullmatch(source)
+        if match is None:
+            continue
+        if rule.replacement is None:
+            return None
+        return (
+            _expanded(match, rule.replacement),
+            tuple(int(match[name]) for name in rule.stacked),
+            rule,
+        )
+    return source.replace(".", "/"), (), None
+
+
+def _target(
+    path: str, name: str, grid: dict[tuple[int, ...], str], axes: str | tuple[int, ...] | None
+) -> Target:
+    if list(grid) == [()]:
+        return Target(name, (grid[()],), (), axes)
+    lengths = tuple(max(column) + 1 for column in zip(*grid, strict=True))
+    sources = []
+    for index in itertools.product(*map(range, lengths)):
+        if index not in grid:
+            some = next(iter(grid.values()))
+            what = _MSG_GAP.format(name=f"number {index} beside {some}", target=name)
+            raise CheckpointError(path, what, expected=f"{lengths} tensors", found=len(grid))
+        sources.append(grid[index])
+    return Target(name, tuple(sources), lengths, axes)
+
+
+def _compiled(number: int, entry: Any) -> NameRule:
+    parts = tuple(entry) if isinstance(entry, (tuple, list)) else ()
+    if len(parts) not in (2, 3) or not isinstance(parts[0], str):
+        raise TypeError(_MSG_ENTRY.format(number=number, found=entry))
+    pattern, replacement = parts[0], parts[1]
+    if replacement is not None and not isinstance(replacement, str):
+        raise TypeError(_MSG_ENTRY.format(number=number, found=entry))
+    try:
+        compiled = re.compile(_NUMBER.sub(lambda m: rf"(?P<{m[1]}>\d+)", pattern))
+    except re.error as error:
+        raise ValueError(_MSG_PATTERN.format(pattern=pattern, reason=error)) from None
+    kept = set(_NUMBER.findall(replacement or ""))
+    unknown = kept - set(compiled.groupindex)
+    if unknown:
+        reason = f"it has no {{{unknown.pop()}}}"
+        raise ValueError(
+            _MSG_REPLACEMENT.format(replacement=replacement, pattern=pattern, reason=reason)
+        )
+    if replacement is not None:
+        replacement = _renumbered(pattern, replacement, compiled)
+    stacked = tuple(name for name in _NUMBER.findall(pattern) if name not in kept)
+    axes = _axes(pattern, parts[2]) if len(parts) == 3 else None
+    return NameRule(pattern, compiled, replacement, axes, () if replacement is None else stacked)
+
+
+def _expanded(match: re.Match[str], replacement: str) -> str:
+    text = _NUMBER.sub(lambda m: str(match[m[1]]), replacement)
+    return match.expand(text)
+
+
+def _renumbered(pattern: str, replacement: str, compiled: re.Pattern[str]) -> str:
+    """The replacement with `\\1` as the first group that is not a number in braces."""
+    braces = {compiled.groupindex[name] for name in _NUMBER.findall(pattern)}
+    own = [group for group in range(1, compiled.groups + 1) if group not in braces]
+
+    def real(reference: re.Match[str]) -> str:
+        number = int(reference[1])
+        if not 0 < number <= len(own):
+            reason = f"the pattern has {len(own)} groups"
+            raise ValueError(
+                _MSG_REPLACEMENT.format(replacement=replacement, pattern=pattern, reason=reason)
+            )
+        return rf"\g<{own[number - 1]}>"
+
+    return re.sub(r"\\(\d+)", real, replacement)
+
+
+def _axes(pattern: str, axes: Any) -> str | tuple[int, ...] | None:
+    if axes is None or axes == "T":
+        return axes
+    if isinstance(axes, (tuple, list)) and sorted(axes) == list(range(len(axes))):
+        return tuple(int(axis) for axis in axes)
+    raise ValueError(_MSG_AXES.format(pattern=pattern, found=axes))
+
+
+def _unused(rule: NameRule, sources: Sequence[str]) -> str:
+    plain = re.sub(r"\\(.)", r"\1", rule.pattern)
+    close = difflib.get_close_matches(plain, sources, 2, cutoff=0.5)
+    near = f" The nearest are {', '.join(close)}." if close else ""
+    some = ", ".join(sources[:3]) or "none at all"
+    return _MSG_UNUSED.format(pattern=rule.pattern, near=near, some=some)
+
+
+def turned(shape: Sequence[int], axes: str | tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The permutation of an array of this shape, None where nothing moves.
+
+    >>> turned((2, 3, 4), 'T'), turned((2, 3), ()), turned((3,), 'T')
+    ((0, 2, 1), None, None)
+    """
+    rank = len(shape)
+    if axes == "T":
+        return (*range(rank - 2), rank - 1, rank - 2) if rank > 1 else None
+    if not axes:
+        return None
+    if len(axes) != rank:
+        raise ValueError(f"axes {axes} do not fit an array of shape {tuple(shape)}.")
+    return tuple(int(axis) for axis in axes)
