@@ -180,6 +180,21 @@ def quantize(model: Encoder, name: str, tokens: jax.Array) -> Encoder:
     return fewbit.quantize_model(model, fewbit.PtqProvider(rules(name)), tokens)
 
 
+def quantize_static(
+    model: Encoder, tokens: jax.Array, calibration: Sequence[jax.Array]
+) -> Encoder:
+    """The same with ranges of the activations seen on other sentences."""
+    import fewbit
+
+    provider = fewbit.PtqProvider(rules("static"))
+    stats = fewbit.calibrate(model, provider, calibration)
+    params = nnx.to_pure_dict(nnx.state(model))
+    plan = fewbit.plan(model, provider, tokens)
+    quantized = fewbit.quantize_model(model, provider, tokens)
+    nnx.update(quantized, fewbit.quantize_params(params, plan, stats))
+    return quantized
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")

@@ -12,6 +12,8 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from fewbit.rules import QuantizationRule
 from fewbit.rules_io import rules_from_json, rules_from_yaml
 
@@ -29,6 +31,10 @@ _MSG_RETURNED = (
 )
 _MSG_RULES = (
     "{path} is not a file of rules: its name ends in {suffix!r}, not in .yaml, .yml or .json."
+)
+_MSG_NAMES = (
+    "{path} is not a list of names. Write one list a line: - [pattern, replacement] or "
+    "- [pattern, replacement, T]."
 )
 _MSG_FIELD = "--rule {text!r} is not field=value[,field=value]: {part!r} has no '='."
 
@@ -90,6 +96,21 @@ def load_rules(file: str | None, inline: Iterable[str]) -> tuple[QuantizationRul
     if not rules:
         raise Misuse("no rules: give --rules FILE or --rule weight_qtype=int8,act_qtype=int8.")
     return rules
+
+
+def load_names(file: str | None) -> list[tuple[Any, ...]] | None:
+    """How tensors of a source are called in the model: a YAML list of lists."""
+    if file is None:
+        return None
+    if not pathlib.Path(file).is_file():
+        raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
+    try:
+        entries = yaml.safe_load(pathlib.Path(file).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise Misuse(f"{file} is not YAML: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, list) for entry in entries):
+        raise Misuse(_MSG_NAMES.format(path=file))
+    return [tuple(tuple(x) if isinstance(x, list) else x for x in entry) for entry in entries]
 
 
 def _inline(text: str) -> QuantizationRule:

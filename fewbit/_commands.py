@@ -7,7 +7,7 @@ import importlib.metadata
 from typing import Any
 
 import fewbit
-from fewbit import kernels
+from fewbit import debug, kernels
 from fewbit._cli_model import Misuse, load_model, load_names, load_rules
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "keras", "keras-hub")
@@ -70,7 +70,7 @@ def report(args: argparse.Namespace) -> int:
         raise ValueError(_MSG_NO_PLAN.format(path=args.checkpoint))
     comparison = None if args.model is None else _compare(args.model, loaded)
     title = args.title or f"Quantization of {args.checkpoint}"
-    path = fewbit.debug.html_report(
+    path = debug.html_report(
         args.output, plan=loaded.plan, comparison=comparison, title=title
     )
     if comparison is not None:
@@ -92,10 +92,10 @@ def _compare(text: str, loaded: Any) -> Any:
         from flax import nnx
 
         nnx.update(quantized, loaded.params)
-        return fewbit.debug.compare(model, quantized, inputs)
+        return debug.compare(model, quantized, inputs)
     quantized = fewbit.quantize_model(model, provider)
     params, *batch = inputs
-    return fewbit.debug.compare(
+    return debug.compare(
         model, quantized, tuple(batch), params=params, qparams=loaded.params
     )
 
