@@ -180,3 +180,14 @@ def test_training_mode_or_not_nothing_is_printed(capsys):
         calibrate([X] * 3)
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == ""
+
+
+def test_the_report_tells_the_batches_seen():
+    stats = calibrate([X, 2 * X])
+    made = fewbit.plan(product, [STATIC], PARAMS, X)
+    qparams = fewbit.quantize_params(PARAMS, made, stats)
+    report = fewbit.report(qparams, stats=stats)
+    assert "static ranges of 1 operand come from 2 batches of calibration data" in report.notes
+    assert "2 batches of calibration data" in " ".join(report.table(width=100).split())
+    with says(TypeError, "takes the Statistics of fewbit.calibrate, got a dict"):
+        fewbit.report(qparams, stats=stats.tree)
