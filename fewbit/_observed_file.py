@@ -110,7 +110,11 @@ def _read(archive: zipfile.ZipFile, manifest: dict[str, Any], path: str) -> Stat
         if found != wanted:
             text = _MSG_CHECKSUM.format(array=what, found=found[:16], wanted=str(wanted)[:16])
             raise ValueError(_MSG_DAMAGED.format(path=path, what=text))
-        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        try:
+            return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        except ValueError as error:
+            text = f"{what} is no plain array ({error})"
+            raise ValueError(_MSG_DAMAGED.format(path=path, what=text)) from error
 
     try:
         entries = {}

@@ -11,6 +11,7 @@ from fewbit import _histograms
 from fewbit.calibration import calibrate, parse_method
 from fewbit.observers import Operand, State, register_observer
 from fewbit.qarray import get_tile_shape
+from fewbit.taps import whole_array
 from fewbit.tiling import expand
 
 _MERGE = {"sum_of_": jnp.add, "max_of_": jnp.maximum, "min_of_": jnp.minimum}
@@ -77,7 +78,7 @@ class Histogram:
         shape = operand.scale_shape
         tiles = get_tile_shape(array.shape, operand.how)
         group = expand(_histograms.group_numbers(shape), array.shape, tiles)
-        counts = _histograms.histogram(jnp.abs(array), group, math.prod(shape))
+        counts = _histograms.histogram(jnp.abs(whole_array(array)), group, math.prod(shape))
         return self.merge(state, {"histogram": counts.reshape(*shape, _histograms.BINS)})
 
     def merge(self, first: State, second: State) -> State:
@@ -180,7 +181,7 @@ def _rows(operand: Operand, array: jax.Array) -> jax.Array:
     """(groups..., rows, channels)."""
     kept = (*operand.grouped, *operand.contracting)
     others = tuple(axis for axis in range(array.ndim) if axis not in kept)
-    turned = jnp.transpose(array, (*operand.grouped, *others, *operand.contracting))
+    turned = jnp.transpose(whole_array(array), (*operand.grouped, *others, *operand.contracting))
     *groups, width = _kept(operand)
     return turned.reshape(*groups, math.prod(array.shape[axis] for axis in others), width)
 

@@ -19,6 +19,7 @@ from fewbit._plan import Plan
 from fewbit.calls import key_name
 from fewbit.layouts import would_be_faster
 from fewbit.numerics import dtype_bits, qtype_name
+from fewbit.observed import Statistics
 from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, get_scale_shape
 
@@ -158,10 +159,13 @@ def _row(leaf: StoredLeaf) -> tuple[str, ...]:
     return path, shape, leaf.qtype or leaf.dtype, leaf.granularity, leaf.layout, size
 
 
-def report(model_or_params: Any, plan: Plan | None = None) -> Report:
+def report(
+    model_or_params: Any, plan: Plan | None = None, stats: Statistics | None = None
+) -> Report:
     """What is really stored in a parameter tree, `{'params': ...}` variables or an NNX model.
 
-    With the plan that the parameters should follow, the report lists where they do not.
+    With the plan that the parameters should follow, the report lists where they do not. With the
+    statistics of `calibrate` it says how many batches the static ranges come from.
 
     >>> import fewbit, jax.numpy as jnp
     >>> q = fewbit.quantize(jnp.ones((64, 32)), 'int8', channelwise_axes=(1,))
@@ -179,13 +183,26 @@ def report(model_or_params: Any, plan: Plan | None = None) -> Report:
             f"report(params, plan=...) takes a Plan, got a {type(plan).__name__}. Make one with "
             "fewbit.plan(model, rules, *inputs)."
         )
+    if stats is not None and not isinstance(stats, Statistics):
+        raise TypeError(
+            f"report(params, stats=...) takes the Statistics of fewbit.calibrate, got a "
+            f"{type(stats).__name__}."
+        )
     tree, notes = _parameters(model_or_params)
+    notes += _calibration(stats) if stats is not None else []
     leaves = list(_leaves(tree))
     if not leaves and (tree is None or jax.tree.leaves(tree)):
         raise TypeError(_MSG_NO_PARAMS.format(kind=describe(model_or_params)))
     rows = tuple(_stored(path, value) for path, value in leaves)
     found = () if plan is None else tuple(_differences(dict(leaves), rows, plan))
     return Report(rows, found, (*notes, *_padding(rows, plan), *_unpacked(leaves)))
+
+
+def _calibration(stats: Statistics) -> list[str]:
+    batches = "1 batch" if stats.batches == 1 else f"{stats.batches} batches"
+    static = [name for name, entry in stats.entries.items() if "range" in entry.states]
+    sites = "1 operand" if len(static) == 1 else f"{len(static)} operands"
+    return [f"static ranges of {sites} come from {batches} of calibration data"]
 
 
 # --- from what people hold to parameter leaves ----------------------------------------------------

@@ -27,6 +27,7 @@ from fewbit.static_scales import (
 )
 
 _HISTOGRAM = "histogram"
+_range_from_histogram = jax.jit(range_from_histogram, static_argnums=2)
 _EXTREMES = {"absmax": "max_of_absmax", "max": "max_of_max", "min": "min_of_min"}
 
 _MSG_NOT_STATISTICS = (
@@ -182,7 +183,7 @@ def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> 
     keys = range_keys(scale.how)
     name = parse_method(scale.how.calibration_method).name
     if reduction == "range" and name in ("percentile", "mse") and _HISTOGRAM in stat:
-        absmax = range_from_histogram(stat[_HISTOGRAM], stat["max_of_absmax"], scale.how)
+        absmax = _range_from_histogram(stat[_HISTOGRAM], stat["max_of_absmax"], scale.how)
         return scale_and_zero_point({"absmax": absmax}, scale)
     calibration = SimpleMovingAverage().get_calibration(stat, reduction=reduction)
     return scale_and_zero_point({key: calibration[key] for key in keys}, scale)

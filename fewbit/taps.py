@@ -118,7 +118,7 @@ class Taps:
         """Readings of a whole `shard_map`; `differs[site]` tells along which axes shards do."""
         result: Readings = {}
         for site, reading in readings.items():
-            one = {site: jax.tree.map(_whole, reading)}
+            one = {site: jax.tree.map(whole_array, reading)}
             for split in differs[site]:
                 one = self._fold(one) if split else jax.tree.map(lambda x: x[0], one)
             result |= one
@@ -177,7 +177,7 @@ def differs_over(reading: Reading, axes: Sequence[str]) -> tuple[bool, ...]:
     return tuple(axis in varying for axis in axes)
 
 
-def _whole(array: Any) -> Any:
+def whole_array(array: Any) -> Any:
     """On an explicit mesh, every device's copy: a scan cannot go over an axis that is split."""
     mesh = jax.typeof(array).sharding.mesh
     return jax.sharding.reshard(array, PartitionSpec()) if mesh.are_all_axes_explicit else array
