@@ -83,4 +83,4 @@ def test_structures_of_frameworks():
     static = fewbit.load(GOLDEN / "static").params
     assert isinstance(static, fewbit.QuantizedParams)
     scale = static.act_scales["up:dot_general0"]["lhs_scale"]
-    np.testing.assert_allclose(np.asarray(scale), 3 / 127.5, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(scale.array), 3 / 127.5, rtol=1e-6)
