@@ -26,6 +26,11 @@ from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
 from fewbit.current import get_current_rule as get_current_rule
 from fewbit.engine import UntraceableModelError as UntraceableModelError
+from fewbit.io.errors import CheckpointError as CheckpointError
+from fewbit.io.inspecting import inspect as inspect
+from fewbit.io.inspecting import verify as verify
+from fewbit.io.loading import load as load
+from fewbit.io.saving import save as save
 from fewbit.layouts import pack as pack
 from fewbit.layouts import unpack as unpack
 from fewbit.models import plan as plan
