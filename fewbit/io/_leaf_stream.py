@@ -102,9 +102,7 @@ class _Sliced:
         self.bits = format_of(self.how.qtype).bits
         self.codes, *self.rest = piece.stored.tensors
         # Everything but the codes is small and follows them in the file.
-        self.small = [
-            np.empty(t.encoding.shape, KNOWN_DTYPES[t.encoding.dtype]) for t in self.rest
-        ]
+        self.small = [np.empty(t.encoding.shape, KNOWN_DTYPES[t.encoding.dtype]) for t in self.rest]
         in_order = perm == tuple(range(len(perm)))
         self.straight = cut.axis == 0 and in_order
         self.inverse = tuple(int(i) for i in np.argsort(perm))
@@ -250,7 +248,9 @@ def not_finite(
     """An error that names the first number that is not finite, in the source's own axes."""
     bad = np.argwhere(~np.isfinite(array.astype(np.float32, copy=False)))
     if not len(bad):  # finite there, but not in the plan's type
-        bad = np.argwhere(~np.isfinite(np.asarray(jnp.asarray(array).astype(plan.dtype), np.float32)))
+        bad = np.argwhere(
+            ~np.isfinite(np.asarray(jnp.asarray(array).astype(plan.dtype), np.float32))
+        )
     first = tuple(int(i) + o for i, o in zip(bad[0], offset, strict=True))
     found = float(array[tuple(bad[0])])
     what = f"{_MSG_NOT_FINITE}: {found} at index {first} (parameter {plan.path})"

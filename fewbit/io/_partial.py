@@ -24,7 +24,9 @@ JOURNAL = "journal.jsonl"
 WRITER = "writer.pid"
 
 _MSG_OTHER = "holds an unfinished run of other inputs ({what})"
-_FIX_OTHER = "Run with the same inputs to finish it, or pass resume=False to drop it and start over."
+_FIX_OTHER = (
+    "Run with the same inputs to finish it, or pass resume=False to drop it and start over."
+)
 _MSG_FAILED = "could not be written ({reason})"
 _FIX_FAILED = "What is done so far is kept there, and the next run goes on from it."
 

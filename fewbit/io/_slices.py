@@ -60,7 +60,8 @@ def find_cut(
     row = format_of(how.qtype)
     if parse_method(how.calibration_method).name not in ("absmax", "minmax"):
         return None
-    if how.noise_fn is not None or row.name == "nvfp4":  # whose second scale is the tensor's
+    # The second scale of nvfp4 is the tensor's, and the scale of a sign is a mean.
+    if how.noise_fn is not None or row.name == "nvfp4" or row.kind == "sign":
         return None
     for axis, (dim, tile) in enumerate(zip(shape, tiles, strict=True)):
         if tile >= dim or (row.tile is not None and dim % row.tile and tile > 1):

@@ -107,9 +107,10 @@ def quantize_checkpoint(
         identity = _identity(source, plan, names, shard_size, seed)
         tensors = [tensor for leaf in encoder.leaves for tensor in leaf.tensors]
         groups = into_shards(tensors, shard_size)
-        with _locked(target) as folder, Partial(
-            target + PARTIAL, groups, identity, resume
-        ) as partial:
+        with (
+            _locked(target) as folder,
+            Partial(target + PARTIAL, groups, identity, resume) as partial,
+        ):
             _run(pieces, source, partial, encoder.leaves, progress)
             _publish(folder, partial, groups, node, tuple(encoder.hows), plan)
             partial.remove()
@@ -209,9 +210,7 @@ def _abstract_tree(plan: Plan) -> Any:
     return tree
 
 
-def _pieces(
-    source: Source, plan: Plan, names: Any, stored: Sequence[Leaf]
-) -> list[Piece]:
+def _pieces(source: Source, plan: Plan, names: Any, stored: Sequence[Leaf]) -> list[Piece]:
     targets = {t.path: t for t in map_names(source.path, list(source.names), names)}
     planned = {leaf.path: leaf for leaf in plan.leaves}
     missing = [path for path in planned if path not in targets]
