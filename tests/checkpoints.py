@@ -10,7 +10,7 @@ import fewbit
 from fewbit import QuantizationRule, QuantizedParams, WithAux
 from fewbit.calibration import SimpleMovingAverage
 from fewbit.numerics import FORMATS, dtype_bits
-from fewbit.params import is_box, unbox_parts, unboxed
+from fewbit.params import is_box, unboxed
 from fewbit.qarray import HowToQuantize, QArray, quantize_with, unpack
 
 
@@ -114,6 +114,3 @@ def static_mlp():
     average, seen = SimpleMovingAverage(), {"absmax": jnp.array([[3.0]])}
     stats = {s.site: {s.side: average.update(average.init(seen), seen)} for s in plan.scales}
     return fewbit.quantize_params(PARAMS, plan, stats), plan
-
-
-__all__ = ["assert_same", "bits_of", "how_of", "mlp", "quantized_mlp", "unbox_parts", "weight"]

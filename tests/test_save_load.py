@@ -518,8 +518,13 @@ def peak(code):
             return fewbit.WithAux(quantize_with(w, how), how)
     """
     full = textwrap.dedent(text) + textwrap.dedent(code)
-    # One arena and one device: what is held is measured, not what threads leave free.
-    quiet = {**os.environ, "MALLOC_ARENA_MAX": "1", "XLA_FLAGS": ""}
+    # What is held is measured, not what the allocator keeps for later.
+    quiet = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+    }
     done = subprocess.run([sys.executable, "-c", full], capture_output=True, text=True, env=quiet)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)

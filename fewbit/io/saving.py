@@ -142,7 +142,7 @@ class CheckpointWriter:
                 writer = self._writer()
                 for piece in encode(array, e):
                     writer.append(tensor.name, piece)
-                if not e.nbytes:
+                if tensor.name not in writer.checksums:  # an empty one has no pieces
                     writer.append(tensor.name, b"")
             checksum = writer.checksums[tensor.name]
             number = len(self._shards)

@@ -1,0 +1,89 @@
+"""Quantized parameters through Orbax, as an ordinary pytree."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoints import PARAMS, W4, X, assert_same, mlp, quantized_mlp, static_mlp, weight
+from flax import nnx
+
+import fewbit
+from fewbit import PtqProvider, QuantizationRule
+
+# Orbax's own, on import and use: deprecations in it, files that its threads leave open.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax.*"),
+    pytest.mark.filterwarnings("ignore::UserWarning:orbax.*"),
+]
+ocp = pytest.importorskip("orbax.checkpoint")
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def through_orbax(path, tree, template=None):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path, abstract(tree) if template is None else template)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+def nnx_model(rngs=0):
+    return fewbit.quantize_model(Net(nnx.Rngs(rngs)), PtqProvider(W4), X)
+
+
+TREES = {
+    "as quantize_params gives it": lambda: quantized_mlp()[0],
+    "plain": lambda: fewbit.unpack(quantized_mlp()[0]),
+    "static scales": lambda: static_mlp()[0],
+    "NNX pure dict": lambda: nnx.to_pure_dict(nnx.state(nnx_model())),
+    "uneven, packed": lambda: fewbit.pack({"w": weight("int3", (50, 7), 24)}),
+    "zero points": lambda: {"w": weight("int4", method="minmax"), "none": None},
+    "second level": lambda: {"w": weight("nvfp4")},
+    # Orbax has no uint4, the storage of nf4: pack it first.
+    "nf4, packed": lambda: fewbit.pack({"w": weight("nf4"), "v": weight("nf4", (7, 5))}),
+}
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_trees_come_back(tmp_path, case):
+    tree = TREES[case]()
+    found = through_orbax(tmp_path / "o", tree)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    assert_same(found, tree)
+
+
+def test_an_nnx_state_into_another_model(tmp_path):
+    model, other = nnx_model(), nnx_model(1)
+    nnx.update(other, through_orbax(tmp_path / "o", nnx.state(model)))
+    assert (other(X) == model(X)).all()
+
+
+def test_into_a_template_that_was_never_computed(tmp_path):
+    """Templates are plain, and so is what is saved for them."""
+    rules = [QuantizationRule(weight_qtype="int8")]
+    params, plan = quantized_mlp(rules)
+    shapes = jax.eval_shape(lambda: PARAMS)
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        fewbit.unpack(fewbit.quantize_params(shapes, plan)),
+    )
+    found = fewbit.pack(through_orbax(tmp_path / "o", fewbit.unpack(params), template))
+    assert_same(found, params)
+    qf = fewbit.quantize_model(mlp, PtqProvider(rules))
+    assert (qf(found, X) == qf(params, X)).all() and jnp.isfinite(qf(found, X)).all()
+
+
+def test_fewbit_says_whose_folder_it_is(tmp_path):
+    through_orbax(tmp_path / "o", {"w": jnp.ones(3)})
+    with pytest.raises(fewbit.CheckpointError, match="It looks like an Orbax checkpoint"):
+        fewbit.load(tmp_path / "o")
