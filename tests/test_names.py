@@ -84,6 +84,7 @@ WORKS = {
         == jnp.int8
     ),
     # fewbit's own
+    "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),
     "read_checkpoint": lambda: fewbit.read_checkpoint({"w": W})["w"].shape == W.shape,
     "plan": lambda: fewbit.plan(model, RULES, {"w": W}, X).kind == "function",
     "Plan": lambda: fewbit.Plan(rules=(), sites=(), leaves=()).totals.sites == 0,

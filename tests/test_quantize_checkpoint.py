@@ -220,7 +220,8 @@ def test_shards_in_and_shards_out(tmp_path):
 
 
 def test_an_orbax_checkpoint(tmp_path):
-    orbax = pytest.importorskip("orbax.checkpoint")
+    import orbax.checkpoint as orbax
+
     params, plan = float_params(), plan_of()
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "orbax", jax.tree.map(jnp.asarray, params))
@@ -250,6 +251,24 @@ def test_an_nnx_model(tmp_path):
     small = fewbit.quantize_model(net, fewbit.PtqProvider(RULES), x)
     fewbit.save(tmp_path / "wanted", small, plan)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+
+def test_odd_parameters_pass_through(tmp_path):
+    """A scalar, an empty array, integers and a transposed table that stays float."""
+    f = lambda params, x: x @ params["w"] * params["scale"]  # noqa: E731
+    params = {
+        "w": np.ones((32, 8), np.float32),
+        "scale": np.float32(2),
+        "empty": np.zeros((3, 0), np.float32),
+        "ids": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "table": np.arange(12, dtype=np.float32).reshape(4, 3),
+    }
+    plan = fewbit.plan(f, RULES, params, jnp.ones((1, 32)))
+    tensors = params | {"table": np.ascontiguousarray(params["table"].T)}
+    write_file(tmp_path / "a.safetensors", tensors)
+    names = [("table", "table", "T")]
+    fewbit.quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "out", plan, names)
+    assert contents(tmp_path / "out") == saved(tmp_path, params, plan)
 
 
 # --- what can go wrong ----------------------------------------------------------------------------
@@ -497,6 +516,21 @@ def test_kills_at_random_moments(tmp_path):
 @pytest.mark.parametrize("seed", range(7))
 def test_many_kills_at_random_moments(tmp_path, seed):
     kill_and_resume(tmp_path, 10, seed)
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    """400 MB of floats, one tensor of 268 MB among them, in far less than that."""
+    measure = (
+        "from fewbit.io._stream_progress import peak_memory; import atexit\n"
+        "here.WIDE = 2 ** 20; before = peak_memory()\n"
+        "atexit.register(lambda: print(peak_memory() - before))"
+    )
+    write_file(tmp_path / "a.safetensors", as_torch(float_params(wide=2**20)))
+    run = start(tmp_path, measure)
+    out, errors = run.communicate()
+    assert run.returncode == 0, errors
+    assert int(out.split()[-1]) < 200e6
 
 
 def test_two_writers_at_once(tmp_path):

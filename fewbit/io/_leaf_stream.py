@@ -218,7 +218,7 @@ def _stream_plain(piece: Piece, source: Source, append: Append) -> None:
     """A parameter that stays as it is, in the plan's type."""
     (tensor,) = piece.stored.tensors
     dtype = KNOWN_DTYPES[tensor.encoding.dtype]
-    simple = tensor.encoding.kind in ("plain", "bytes")
+    simple = tensor.encoding.kind in ("plain", "bytes") and tensor.encoding.nbytes
     if piece.perm is not None or not simple or not source.slices:
         _append_array(append, tensor, _assembled(piece, source).astype(dtype, copy=False))
         return
@@ -229,8 +229,6 @@ def _stream_plain(piece: Piece, source: Source, append: Append) -> None:
         for begin, end in Cut(0, max(1, SLICE_BYTES // each)).slices(rows):
             array = source.read(name, 0, begin, end) if shape else source.read_all(name)
             append(tensor.name, _flat(array.astype(dtype, copy=False)))
-    if not tensor.encoding.nbytes:
-        append(tensor.name, b"")
 
 
 def _assembled(piece: Piece, source: Source) -> np.ndarray:
@@ -262,10 +260,11 @@ def _numbers(array: np.ndarray) -> np.ndarray:
 
 
 def _append_array(append: Append, tensor: Any, array: np.ndarray) -> None:
-    for part in encode(array, tensor.encoding):
-        append(tensor.name, part)
     if not tensor.encoding.nbytes:
         append(tensor.name, b"")
+        return
+    for part in encode(array, tensor.encoding):
+        append(tensor.name, part)
 
 
 def _flat(array: np.ndarray) -> memoryview:

@@ -17,6 +17,7 @@ from fewbit._errors import describe
 from fewbit._plan import LeafPlan, Plan
 from fewbit._version import __version__
 from fewbit.io import _manifest
+from fewbit.io._folder import _MSG_BUSY as _FOLDER_BUSY
 from fewbit.io._folder import Folder
 from fewbit.io._leaf_stream import Piece, stream_leaf
 from fewbit.io._partial import Partial, writer_of
@@ -183,7 +184,7 @@ class _locked:
         try:
             return self._folder.__enter__()
         except CheckpointError as error:
-            if "being written by another process" not in str(error):
+            if _FOLDER_BUSY not in str(error):
                 raise
             what = _MSG_BUSY.format(who=writer_of(self._path + PARTIAL))
             raise CheckpointError(self._path, what, fix=_FIX_BUSY) from None
