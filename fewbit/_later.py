@@ -115,6 +115,7 @@ LAZY = {
     "contrib": ("fewbit.contrib", None),
     "process_prequantized_params": ("fewbit.io.prequantized", "process_prequantized_params"),
     "restore_quantization_rules": ("fewbit.io.restored_rules", "restore_quantization_rules"),
+    "quantize_checkpoint": ("fewbit.io.quantize_checkpoint", "quantize_checkpoint"),
     "read_checkpoint": ("fewbit.io.read_checkpoint", "read_checkpoint"),
 }
 

@@ -277,23 +277,23 @@ def _quantized(
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
     else:
         q = _quantize_leaf(jnp.asarray(array), how)
-        _check_scales(q, path)
+        warn_clamped(q.scale, path, stacklevel=5)
     if boxed is _WHOLE and box is None:  # a template is another program's, and plain
         q = for_kernels(q, how)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
 
 
-def _check_scales(q: QArray, path: str) -> None:
+def warn_clamped(scale: Any, path: str, stacklevel: int = 2) -> None:
     """float16 holds scales from 6e-5 to 65504; beyond, a scale is clamped and accuracy is lost."""
-    if q.scale.dtype != jnp.float16 or isinstance(q.scale, jax.core.Tracer):
+    if scale.dtype != jnp.float16 or isinstance(scale, jax.core.Tracer):
         return
     info = jnp.finfo(jnp.float16)
-    clamped = int(jnp.sum((q.scale <= float(info.tiny)) | (q.scale >= float(info.max))))
+    clamped = int(jnp.sum((scale <= float(info.tiny)) | (scale >= float(info.max))))
     if clamped:
         warnings.warn(
-            f"{path}: {clamped} of {q.scale.size} scales do not fit float16 and were clamped, "
+            f"{path}: {clamped} of {scale.size} scales do not fit float16 and were clamped, "
             "which costs accuracy. Use scale_dtype='bfloat16' or 'float32' in the rule for it.",
-            stacklevel=5,
+            stacklevel=stacklevel + 1,
         )
 
 

@@ -105,6 +105,7 @@ WORKS = {
         == jnp.int8
     ),
     # fewbit's own
+    "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),
     "read_checkpoint": lambda: fewbit.read_checkpoint({"w": W})["w"].shape == W.shape,
     "calibrate": lambda: calibrated().batches == 1,
     "Statistics": lambda: isinstance(calibrated(), fewbit.Statistics),

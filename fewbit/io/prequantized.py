@@ -58,7 +58,7 @@ def process_prequantized_params(
     template's types and placed where it has them; a Plan takes scales in the checkpoint's own type.
     With `allow_extra_params=True` parameters that the template lacks are left out.
 
-    >>> import fewbit
+    >>> import fewbit, jax.numpy as jnp
     >>> f = lambda params, x: x @ params['w']
     >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]
     >>> plan = fewbit.plan(f, rules, {'w': jnp.ones((4, 2))}, jnp.ones((1, 4)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,11 +175,8 @@ class CheckpointWriter:
         return self._shard
 
     def _finish_shard(self, writer: SafetensorsWriter) -> None:
-        total = new_checksum()
-        for tensor in self._groups[len(self._shards)]:
-            e = tensor.encoding
-            total.update(repr((tensor.name, e, writer.checksums[tensor.name])).encode())
-        name = _manifest.shard_name(len(self._shards), len(self._groups), total.hexdigest())
+        digest = shard_digest(self._groups[len(self._shards)], writer.checksums)
+        name = _manifest.shard_name(len(self._shards), len(self._groups), digest)
         writer.path = os.path.join(self.path, name)
         with telling(self._folder):
             writer.close()
@@ -199,6 +196,14 @@ class CheckpointWriter:
         )
         data = _manifest.to_bytes(manifest)
         self._folder.publish(data, {name for name, _ in self._shards})
+
+
+def shard_digest(tensors: Iterable[Tensor], checksums: Mapping[str, str]) -> str:
+    """The hash of what a shard holds, for its name."""
+    total = new_checksum()
+    for tensor in tensors:
+        total.update(repr((tensor.name, tensor.encoding, checksums[tensor.name])).encode())
+    return str(total.hexdigest())
 
 
 def into_shards(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:

@@ -1,0 +1,243 @@
+"""A checkpoint in the making, `<path>.partial`: what is done there is not done again.
+
+The folder holds the shards as they grow and a journal of one line per complete tensor. After a kill
+at any moment the journal tells a prefix of the truth: what it lists is checked against its hash,
+everything behind that is cut off and made again, so that the bytes come out the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fewbit.io import _manifest
+from fewbit.io._safetensors_header import write_header
+from fewbit.io._tree import Leaf, Tensor
+from fewbit.io.errors import CheckpointError
+from fewbit.io.safetensors_file import PIECE, new_checksum, sync_folder
+
+JOURNAL = "journal.jsonl"
+WRITER = "writer.pid"
+
+_MSG_OTHER = "holds an unfinished run of other inputs ({what})"
+_FIX_OTHER = (
+    "Run with the same inputs to finish it, or pass resume=False to drop it and start over."
+)
+_MSG_FAILED = "could not be written ({reason})"
+_FIX_FAILED = "What is done so far is kept there, and the next run goes on from it."
+
+
+class Partial:
+    """The shards of a run, appended to in the order of their tensors.
+
+    `identity` is everything the bytes depend on. A folder left by a run of another identity is an
+    error; with `resume=False` what is left is dropped.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        groups: Sequence[Sequence[Tensor]],
+        identity: Mapping[str, Any],
+        resume: bool,
+    ):
+        self.path, self._identity, self._resume = path, dict(identity), resume
+        self._groups = groups
+        self._home = {t.name: number for number, group in enumerate(groups) for t in group}
+        self._headers: list[bytes] = []
+        self._begins: dict[str, int] = {}
+        for group in groups:
+            entries = [(t.name, t.encoding.stored_dtype, t.encoding.stored_shape) for t in group]
+            header, infos = write_header(entries, {"format": _manifest.FORMAT})
+            self._headers.append(header)
+            self._begins |= {name: info.begin for name, info in infos.items()}
+        self.checksums: dict[str, str] = {}
+        self._files: dict[int, int] = {}
+        self._journal = -1
+        self._open: tuple[str, Any, int] | None = None  # the tensor that is being written
+
+    def __enter__(self) -> Partial:
+        with self._told():
+            if not self._resume and os.path.isdir(self.path):
+                shutil.rmtree(self.path)
+            os.makedirs(self.path, exist_ok=True)
+            known = self._read_journal()
+            self._note_writer()
+            self.checksums = self._checked(known)
+            self._rewrite_journal()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number in (*self._files.values(), self._journal):
+            if number >= 0:
+                os.close(number)
+
+    def begin_at(self, leaves: Sequence[Leaf]) -> int:
+        """The first leaf that is not complete; what is there of it and behind it is cut off."""
+        for number, leaf in enumerate(leaves):
+            if not all(tensor.name in self.checksums for tensor in leaf.tensors):
+                self._cut_before(leaves[number:])
+                return number
+        return len(leaves)
+
+    def append(self, name: str, data: Any) -> None:
+        """Some more bytes of a tensor; tensors come in the order of the file."""
+        size = self._size(name)
+        if self._open is None or self._open[0] != name:
+            if self._open is not None or name in self.checksums:
+                raise ValueError(f"{name} is written while another tensor is not complete.")
+            self._open = (name, new_checksum(), 0)
+        _, total, done = self._open
+        view = memoryview(data).cast("B")
+        if done + len(view) > size:
+            raise ValueError(f"{name}: {done + len(view) - size} bytes more than its shape takes.")
+        with self._told():
+            file = self._file(self._home[name])
+            place = self._begins[name] + done
+            total.update(view)
+            while view:
+                written = os.pwrite(file, view[:PIECE], place)
+                view, place = view[written:], place + written
+        self._open = (name, total, place - self._begins[name])
+        if self._open[2] == size:
+            self.checksums[name] = total.hexdigest()
+            self._open = None
+            with self._told():
+                self._write_line({"tensor": name, "checksum": self.checksums[name]})
+
+    def shards(self) -> Iterator[tuple[str, int]]:
+        """The finished shards, on disk: path and number."""
+        with self._told():
+            for number in range(len(self._groups)):
+                file = self._file(number)
+                os.fsync(file)
+                yield self._shard(number), number
+            sync_folder(self.path)
+
+    def remove(self) -> None:
+        """Drop the folder, after what was made in it has its place."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self.path)
+
+    def _size(self, name: str) -> int:
+        return next(t for t in self._groups[self._home[name]] if t.name == name).encoding.nbytes
+
+    def _shard(self, number: int) -> str:
+        return os.path.join(self.path, f"shard-{number + 1:05}")
+
+    def _file(self, number: int) -> int:
+        if number not in self._files:
+            self._files[number] = os.open(
+                self._shard(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
+            header = self._headers[number]
+            if os.pread(self._files[number], len(header), 0) != header:
+                os.pwrite(self._files[number], header, 0)
+        return self._files[number]
+
+    def _read_journal(self) -> dict[str, str]:
+        """Tensors that an earlier run of the same inputs completed; a torn last line is none."""
+        try:
+            with open(os.path.join(self.path, JOURNAL), encoding="utf-8") as file:
+                lines = file.read().split("\n")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return {}
+        found: dict[str, str] = {}
+        for number, line in enumerate(lines[:-1]):
+            try:
+                entry = json.loads(line)
+                if number == 0:
+                    self._compare(entry["identity"])
+                else:
+                    found[str(entry["tensor"])] = str(entry["checksum"])
+            except (ValueError, KeyError, TypeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                break  # the disk lost what came after a power cut: the truth ends here
+        return found
+
+    def _compare(self, other: Mapping[str, Any]) -> None:
+        mine = json.loads(json.dumps(self._identity))
+        differ = [key for key in mine if mine[key] != other.get(key)]
+        differ += [key for key in other if key not in mine]
+        if differ:
+            what = f"another {' and '.join(differ)}"
+            raise CheckpointError(self.path, _MSG_OTHER.format(what=what), fix=_FIX_OTHER)
+
+    def _checked(self, known: Mapping[str, str]) -> dict[str, str]:
+        """Of the known tensors, in order, those whose bytes are really there."""
+        result: dict[str, str] = {}
+        for group in self._groups:
+            for tensor in group:
+                if tensor.name not in known or self._hash(tensor) != known[tensor.name]:
+                    return result
+                result[tensor.name] = known[tensor.name]
+        return result
+
+    def _hash(self, tensor: Tensor) -> str:
+        file, total = self._file(self._home[tensor.name]), new_checksum()
+        begin = self._begins[tensor.name]
+        end = begin + tensor.encoding.nbytes
+        for place in range(begin, end, PIECE):
+            total.update(os.pread(file, min(PIECE, end - place), place))
+        return str(total.hexdigest())
+
+    def _cut_before(self, leaves: Sequence[Leaf]) -> None:
+        names = [tensor.name for leaf in leaves for tensor in leaf.tensors]
+        self.checksums = {n: c for n, c in self.checksums.items() if n not in set(names)}
+        with self._told():
+            self._rewrite_journal()
+            first: dict[int, int] = {}
+            for name in names:
+                first.setdefault(self._home[name], self._begins[name])
+            for number, place in first.items():
+                os.ftruncate(self._file(number), place)
+
+    def _rewrite_journal(self) -> None:
+        if self._journal >= 0:
+            os.close(self._journal)
+        place = os.path.join(self.path, JOURNAL)
+        entries: list[Any] = [{"identity": self._identity}]
+        entries += [{"tensor": n, "checksum": c} for n, c in self.checksums.items()]
+        with open(place + ".new", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(entry) + "\n" for entry in entries)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(place + ".new", place)
+        self._journal = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def _write_line(self, entry: Any) -> None:
+        line = (json.dumps(entry) + "\n").encode()
+        while line:
+            line = line[os.write(self._journal, line) :]
+
+    def _note_writer(self) -> None:
+        with open(os.path.join(self.path, WRITER), "w", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise CheckpointError(
+                self.path, _MSG_FAILED.format(reason=reason), fix=_FIX_FAILED
+            ) from error
+
+
+def writer_of(path: str) -> str:
+    """Words about the process that writes to a partial folder, for whoever finds it busy.
+
+    >>> writer_of('/nowhere')
+    'another process'
+    """
+    try:
+        with open(os.path.join(path, WRITER), encoding="utf-8") as file:
+            return f"process {int(file.read())}"
+    except (OSError, ValueError):
+        return "another process"
