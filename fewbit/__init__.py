@@ -24,6 +24,8 @@ from fewbit._trainable import merge_trainable as merge_trainable
 from fewbit._trainable import split_trainable as split_trainable
 from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
+from fewbit.calibrating import Batch as Batch
+from fewbit.calibrating import calibrate as calibrate
 from fewbit.current import get_current_rule as get_current_rule
 from fewbit.engine import UntraceableModelError as UntraceableModelError
 from fewbit.layouts import pack as pack
@@ -33,6 +35,9 @@ from fewbit.models import quantize_model as quantize_model
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
 from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
 from fewbit.modes.ptq import PtqProvider as PtqProvider
+from fewbit.observed import Statistics as Statistics
+from fewbit.observers import Observer as Observer
+from fewbit.observers import register_observer as register_observer
 from fewbit.ops import conv_general_dilated as conv_general_dilated
 from fewbit.ops import dot as dot
 from fewbit.ops import dot_general as dot_general

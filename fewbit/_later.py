@@ -61,13 +61,8 @@ LATER = {
     ),
     "QuantStat": Later(
         "hold the activation ranges that calibration saw (an nnx.Variable)",
-        "collect ranges with fewbit.calibration.SimpleMovingAverage and give them to "
-        "quantize_params(params, plan, quant_stats)",
-    ),
-    "calibrate": Later(
-        "run a model on sample data and record activation ranges",
-        "use dynamic ranges (leave act_static_scale out), or give quantize_params(params, plan, "
-        "quant_stats) ranges of your own, kept with fewbit.calibration.SimpleMovingAverage",
+        "collect ranges with fewbit.calibrate(model, rules, batches) and give them to "
+        "quantize_params(params, plan, stats)",
     ),
     "SparsityRule": Later(
         "prune weights in N:M patterns", "prune the float weights before quantize_params"

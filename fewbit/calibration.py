@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fewbit._histograms import MSE_RANGE
 from fewbit._how import HowToQuantize, get_tile_shape
 from fewbit._methods import Method as Method
 from fewbit._methods import check_method as check_method
@@ -23,9 +24,6 @@ from fewbit.numerics import convert_to, format_of, should_quantize, wider
 from fewbit.tiling import reduce_tiles, scale_dims
 
 Calibration = dict[str, jax.Array]
-
-# Clip factors that the 'mse' search tries, besides 1. Below 0.3 even two bits only lose.
-_MSE_RANGE = (0.3, 1.15)
 
 
 def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
@@ -118,7 +116,7 @@ def _search(
         better = now < least
         return jnp.where(better, now, least), jnp.where(better, candidate, factor)
 
-    factors = jnp.linspace(*_MSE_RANGE, steps, dtype=wide)
+    factors = jnp.linspace(*MSE_RANGE, steps, dtype=wide)
     # The search starts from absmax itself and moves only to what is strictly better.
     start = error(jnp.ones((), wide)), jnp.ones(scale_dims(array.shape, tile_shape), wide)
     _, factor = jax.lax.fori_loop(0, steps, step, start)

@@ -19,13 +19,14 @@ from fewbit._plan import Plan, SitePlan
 from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
-from fewbit.jaxprs import forwards
+from fewbit.jaxprs import bind, forwards
 from fewbit.layouts import for_kernels, would_be_faster
 from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
 from fewbit.static_scales import ScaleName, abstract_scales, planned_scales
+from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
 from fewbit.weight import Weight, is_weight, plain, without_gradient
 
@@ -248,6 +249,17 @@ class Runner:
             static=static,
         )
         return interpreter.run(program.root, values), interpreter.dequantized
+
+    def readings(self, tree: Any, tap_for: Callable[[Traced, dict[str, Decision]], Tap]) -> Any:
+        """What a tap reads while the model runs as it is, in float: `{site id: Reading}`."""
+        traced = self.trace(tree)
+        tap = tap_for(traced, decide(traced.program, self.rule_for(traced.values)))
+        interpreter = Interpreter(
+            lambda ts, ins: bind(ts.eqn, [plain(v) for v in ins])[0],
+            lambda ts: False,
+            taps=Taps(tap),
+        )
+        return interpreter.run_tapped(traced.program.root, traced.values)[1]
 
     def check_stored(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]

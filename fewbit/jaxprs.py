@@ -137,6 +137,22 @@ def shard_map_params(eqn: Eqn) -> ShardMapParams:
     )
 
 
+def product_axes(eqn: Eqn, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of an operand that a Site sums over, and those it goes through side by side.
+
+    Of a convolution's input these are the channels alone: patches have no axis of their own.
+    """
+    name, p = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        contracting, batch = p["dimension_numbers"]
+        return tuple(contracting[side]), tuple(batch[side])
+    if name == "conv_general_dilated":
+        numbers = p["dimension_numbers"]
+        return ((numbers.lhs_spec if side == 0 else numbers.rhs_spec)[1],), ()
+    numbers = p["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    return tuple(numbers[0][side]), tuple(numbers[1][side])
+
+
 def bodies(eqn: Eqn) -> tuple[Any, ...]:
     """The jaxprs fewbit walks into, in program order; empty for an equation without (or opaque)."""
     name, p = eqn.primitive.name, eqn.params

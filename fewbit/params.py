@@ -17,9 +17,10 @@ import numpy as np
 from fewbit._plan import Plan, ScalePlan
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
+from fewbit.observed import Statistics
 from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
-from fewbit.static_statistics import add_scales
+from fewbit.static_statistics import add_scales, is_fixed
 
 _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
@@ -62,10 +63,11 @@ def quantize_params(
     (then `params` is a pure dict). A template takes a subtree, so that weights can be streamed; a
     Plan takes one with `allow_missing_params=True`.
 
-    `quant_stats` are the statistics that calibration collected for rules with
+    `quant_stats` are the statistics that `fewbit.calibrate` collected for rules with
     `act_static_scale=True`; they become `<module>/<op_id>_lhs_scale` entries beside the weights.
     For a plain function they are `{'<site id>': {'lhs': statistic}}`, and the result is
-    `QuantizedParams`. Without `quant_stats` only weights are quantized.
+    `QuantizedParams`. Without `quant_stats` only weights are quantized (and ranges that a rule
+    fixes are added).
 
     >>> import fewbit, jax.numpy as jnp
     >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
@@ -102,14 +104,17 @@ def quantize_params(
     )
     if not allow_missing_params:
         template.check_complete(seen)
-    if quant_stats is None:
+    if quant_stats is None and not any(map(is_fixed, template.scales.values())):
         return result
+    if isinstance(quant_stats, Statistics) and isinstance(abstract_quantized_params, Plan):
+        quant_stats.check_model(abstract_quantized_params)
+    given = quant_stats is not None
     return add_scales(
         result,
         template.scales,
-        quant_stats,
+        quant_stats if given else {},
         by_site=template.by_site,
-        whole=template.whole and not allow_missing_params,
+        whole=template.whole and given and not allow_missing_params,
         allow_extra=allow_extra_params,
         present=seen,
         known=template.leaves,

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fewbit._histograms import range_from_histogram
 from fewbit._plan import ScalePlan
-from fewbit.calibration import SimpleMovingAverage
+from fewbit.calibration import SimpleMovingAverage, parse_method
 from fewbit.qarray import WithAux, check_finite
 from fewbit.static_scales import (
     SIDES,
@@ -25,6 +26,8 @@ from fewbit.static_scales import (
     scale_and_zero_point,
 )
 
+_HISTOGRAM = "histogram"
+_range_from_histogram = jax.jit(range_from_histogram, static_argnums=2)
 _EXTREMES = {"absmax": "max_of_absmax", "max": "max_of_max", "min": "min_of_min"}
 
 _MSG_NOT_STATISTICS = (
@@ -87,22 +90,23 @@ def add_scales(
     stats = _read_by_site(quant_stats, scales) if by_site else _read(quant_stats)
     where = "the plan" if whole else "the template"
     for name in stats if not allow_extra else ():
-        if name not in scales:
+        if name not in scales and any(key.startswith("sum_of_") for key in stats[name]):
             close = get_close_matches(name, scales, 3)
             near = f" The nearest are {', '.join(close)}." if close else ""
             raise ValueError(_MSG_UNKNOWN.format(name=name, where=where, near=near))
-    missing = [name for name in scales if name not in stats]
+    fixed = {name for name, scale in scales.items() if is_fixed(scale)}
+    missing = [name for name in scales if name not in stats and name not in fixed]
     if missing and whole:
         names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise ValueError(_MSG_MISSING.format(count=len(missing), names=names))
     result = params
     act_scales: dict[str, dict[str, Any]] = {}
     for name, scale in scales.items():
-        if name not in stats or not (by_site or _belongs(name, present, known)):
+        if name not in {*stats, *fixed} or not (by_site or _belongs(name, present, known)):
             continue
+        made = fixed_scale(scale) if name in fixed else static_scale(scale, stats[name])
         parts = {
-            end: WithAux(part, scale.how.replace(rule=scale.rule))
-            for end, part in static_scale(scale, stats[name]).items()
+            end: WithAux(part, scale.how.replace(rule=scale.rule)) for end, part in made.items()
         }
         if by_site:
             entries = act_scales.setdefault(scale.site, {})
@@ -111,6 +115,25 @@ def add_scales(
         for end, part in parts.items():
             result = insert(result, name + end, part)
     return QuantizedParams(params, act_scales) if by_site and scales else result
+
+
+def is_fixed(scale: ScalePlan) -> bool:
+    """Whether the rule itself says the range, so that no data is needed."""
+    return parse_method(scale.how.calibration_method).name == "fixed"
+
+
+def fixed_scale(scale: ScalePlan) -> dict[str, Any]:
+    """Scale and zero point of a range that the rule says.
+
+    >>> from fewbit.qarray import HowToQuantize
+    >>> how = HowToQuantize(qtype='int8', calibration_method='fixed,-255,255')
+    >>> fixed_scale(ScalePlan('up/dot_general0_lhs', '', how, (1, 1), 'float32'))
+    {'_scale': Array([[2.]], dtype=float32)}
+    """
+    method = parse_method(scale.how.calibration_method)
+    low, high = (jnp.full(scale.shape, edge, jnp.float32) for edge in method.args)
+    edges = {"min": low, "max": high} if method.asymmetric else {"absmax": high}
+    return scale_and_zero_point(edges, scale)
 
 
 def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +166,8 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
     count = stat["count"]
     if isinstance(count, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda s: _static_scale(scale, s, reduction), dict(stat))
-    stat = {key: jnp.asarray(value) for key, value in stat.items()}
+    used = ("count", *sums, *(_EXTREMES[key] for key in keys), _HISTOGRAM)
+    stat = {key: jnp.asarray(value) for key, value in stat.items() if key in used}
     if not isinstance(count, jax.core.Tracer) and bool((stat["count"] <= 0).any()):
         raise ValueError(_MSG_COUNT.format(name=scale.name))
     for key, value in stat.items():
@@ -157,6 +181,10 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> dict[str, Any]:
     keys = range_keys(scale.how)
+    name = parse_method(scale.how.calibration_method).name
+    if reduction == "range" and name in ("percentile", "mse") and _HISTOGRAM in stat:
+        absmax = _range_from_histogram(stat[_HISTOGRAM], stat["max_of_absmax"], scale.how)
+        return scale_and_zero_point({"absmax": absmax}, scale)
     calibration = SimpleMovingAverage().get_calibration(stat, reduction=reduction)
     return scale_and_zero_point({key: calibration[key] for key in keys}, scale)
 

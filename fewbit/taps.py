@@ -5,6 +5,7 @@ Bodies hand these readings out as results of their own: stacked under a scan ove
 under other loops and over the shards of a `shard_map`, empty for a branch that was not taken.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,30 +100,13 @@ class Taps:
 
     def combine(self, first: Readings, second: Readings) -> Readings:
         """Readings of two runs of one body."""
+        assert self.tap is not None
         return {
-            site: _over_layers(self._combine_one(site), first[site].count.ndim)(
-                first[site], second[site]
+            site: combine_readings(
+                functools.partial(self.tap.combine, site), first[site], second[site]
             )
             for site in first
         }
-
-    def _combine_one(self, site: str) -> Callable[[Reading, Reading], Reading]:
-        assert self.tap is not None
-        tap = self.tap
-
-        def combine(first: Reading, second: Reading) -> Reading:
-            both = tap.combine(site, first.value, second.value)
-
-            def pick(a: Any, b: Any, ab: Any) -> Any:
-                return jnp.where(
-                    first.count == 0, b, jnp.where(second.count == 0, a, ab.astype(a.dtype))
-                )
-
-            return Reading(
-                first.count + second.count, jax.tree.map(pick, first.value, second.value, both)
-            )
-
-        return combine
 
     # --- shards: readings leave side by side, without a collective that a branch could skip -------
 
@@ -134,7 +118,7 @@ class Taps:
         """Readings of a whole `shard_map`; `differs[site]` tells along which axes shards do."""
         result: Readings = {}
         for site, reading in readings.items():
-            one = {site: jax.tree.map(_whole, reading)}
+            one = {site: jax.tree.map(whole_array, reading)}
             for split in differs[site]:
                 one = self._fold(one) if split else jax.tree.map(lambda x: x[0], one)
             result |= one
@@ -151,7 +135,27 @@ class Taps:
         return {site: lax.scan(step, first, rest)[0]}
 
 
-def _over_layers(function: Callable[..., Any], depth: int) -> Callable[..., Any]:
+def combine_readings(
+    combine: Callable[[Any, Any], Any], first: Reading, second: Reading
+) -> Reading:
+    """Two readings of one Site, layer by layer; an empty one adds nothing."""
+
+    def both(first: Reading, second: Reading) -> Reading:
+        values = combine(first.value, second.value)
+
+        def pick(a: Any, b: Any, ab: Any) -> Any:
+            ab = ab.astype(a.dtype)
+            return jnp.where(first.count == 0, b, jnp.where(second.count == 0, a, ab))
+
+        return Reading(
+            first.count + second.count, jax.tree.map(pick, first.value, second.value, values)
+        )
+
+    return over_layers(both, first.count.ndim)(first, second)
+
+
+def over_layers(function: Callable[..., Any], depth: int) -> Callable[..., Any]:
+    """A function of arrays without layer axes, for arrays with `depth` of them in front."""
     for _ in range(depth):
         function = jax.vmap(function)
     return function
@@ -173,7 +177,7 @@ def differs_over(reading: Reading, axes: Sequence[str]) -> tuple[bool, ...]:
     return tuple(axis in varying for axis in axes)
 
 
-def _whole(array: Any) -> Any:
+def whole_array(array: Any) -> Any:
     """On an explicit mesh, every device's copy: a scan cannot go over an axis that is split."""
     mesh = jax.typeof(array).sharding.mesh
     return jax.sharding.reshard(array, PartitionSpec()) if mesh.are_all_axes_explicit else array

@@ -17,10 +17,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # An entry is a module or package directly under fewbit/ (`*` allowed); a new one has to find its
 # place here.
 LAYERS = [
-    ["_version", "_text", "_errors", "_progress"],
+    ["_version", "_text", "_errors", "_progress", "_atomic"],
     ["numerics", "_formats"],
     ["packing", "packing_*", "tiling"],
-    ["calibration", "_methods", "_how", "_scales", "_statistics"],
+    ["calibration", "_methods", "_how", "_scales", "_statistics", "_histograms"],
     # A QArray's methods are moves, and a move returns a QArray: one layer.
     ["qarray", "_qarray_*", "moves", "_layout_moves", "_panel_*", "_lookups", "_reshape"],
     ["kernels"],
@@ -49,6 +49,11 @@ LAYERS = [
             "static_*",
             "taps",
             "tapped_loops",
+            "observers",
+            "observer_tap",
+            "_observers_own",
+            "observed",
+            "_observed_file",
             "weight",
             "weight_*",
             "_trainable",
@@ -56,7 +61,7 @@ LAYERS = [
     ],
     ["modes"],
     ["models", "keras"],
-    ["algorithms"],
+    ["algorithms", "calibrating", "_calibrating_messages"],
     ["io"],
     ["lm"],
     ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug", "report_page"],

@@ -29,6 +29,11 @@ def quantized_params():
     return fewbit.quantize_params({"w": W}, fewbit.plan(model, RULES, {"w": W}, X))
 
 
+def calibrated():
+    rules = [RULES[0].replace(act_static_scale=True)]
+    return fewbit.calibrate(model, rules, {"w": W}, [X])
+
+
 def close(x):
     return bool(jnp.allclose(jnp.asarray(x, jnp.float32).reshape(2, 4), X, atol=0.02))
 
@@ -78,6 +83,13 @@ WORKS = {
     "pallas": lambda: fewbit.pallas.QArray is fewbit.QArray,
     "contrib": lambda: fewbit.contrib.gptq is fewbit.gptq,
     # fewbit's own
+    "calibrate": lambda: calibrated().batches == 1,
+    "Statistics": lambda: isinstance(calibrated(), fewbit.Statistics),
+    "Batch": lambda: fewbit.Batch(X, train=True).kwargs == {"train": True},
+    "Observer": lambda: isinstance(fewbit.observers.observer_named("range"), fewbit.Observer),
+    "register_observer": lambda: (
+        fewbit.register_observer(fewbit.observers.observer_named("range")).name == "range"
+    ),
     "plan": lambda: fewbit.plan(model, RULES, {"w": W}, X).kind == "function",
     "Plan": lambda: fewbit.Plan(rules=(), sites=(), leaves=()).totals.sites == 0,
     "Site": lambda: fewbit.plan(model, RULES, {"w": W}, X).sites[0].site.id == "w:dot_general0",

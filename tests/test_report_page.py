@@ -267,7 +267,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         html_report(target, plan=make_plan(NAMES[:1]))
     monkeypatch.undo()
     assert target.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["report.html"]
-    with pytest.raises(IsADirectoryError, match="it is a directory. Nothing was changed there"):
+    with pytest.raises(IsADirectoryError, match="Is a directory. Nothing was changed there"):
         html_report(tmp_path, plan=make_plan(NAMES))
     with pytest.raises(FileNotFoundError, match="cannot be written to .*No such file"):
         html_report(tmp_path / "missing" / "r.html", plan=make_plan(NAMES))

@@ -10,7 +10,7 @@ import jax
 from fewbit._plan import Plan
 from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
-from fewbit.models.planning import plan_runs
+from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.static_scales import QuantizedParams, ScaleName, name_of_site
 
 _ENTRIES = tuple(f"{side}_{part}" for side in ("lhs", "rhs") for part in ("scale", "zero_point"))
@@ -86,6 +86,18 @@ def call_runner(
     dynamic, call = split_call((params, args, kwargs, scales), _name)
     runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
     return runner, dynamic
+
+
+def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
+    """Runners of the float function: `(method, args, kwargs)` to one and its leaves."""
+    if isinstance(function, QuantizedFunction):
+        function = function.function
+    twin, params = QuantizedFunction(function, provider), _split(params)[0]
+
+    def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
+        return call_runner(twin, params, args, kwargs)
+
+    return run
 
 
 def quantize(

@@ -21,11 +21,12 @@ from fewbit._plan import Plan
 from fewbit.calls import Cache, Call, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
-from fewbit.models.planning import plan_runs
+from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
 from fewbit.static_scales import ScaleName, insert, split_scales
 
+OF_APPLY = ("rngs",)  # keyword arguments that are not the module's own
 ALL_BUT_PARAMS = DenyList(("params",))
 _runners: Cache[Runner] = Cache(256)
 
@@ -97,6 +98,23 @@ def plan(
         for name in methods
     ]
     return plan_runs(runs, kind="linen", strict=strict)[0]
+
+
+def float_runs(module: nn.Module, provider: Any, params: Any) -> FloatRun:
+    """Runners of the float module; `params` may be all variables. What a call changes is dropped.
+
+    `rngs` among the keyword arguments are those of `apply`.
+    """
+    whole = isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
+    variables, twin = params if whole else {"params": params}, float_twin(module)
+
+    def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
+        rngs = kwargs.get("rngs")
+        rest = {key: value for key, value in kwargs.items() if key not in OF_APPLY}
+        options = Options(method, ALL_BUT_PARAMS)
+        return make_run(twin, provider, variables, rngs, args, rest, options)
+
+    return run
 
 
 @dataclasses.dataclass(frozen=True)

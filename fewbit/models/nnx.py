@@ -13,7 +13,7 @@ from flax import nnx
 
 from fewbit._plan import Plan
 from fewbit._plan_messages import PlanError
-from fewbit.engine import UntraceableModelError, is_stored
+from fewbit.engine import Runner, UntraceableModelError, is_stored
 from fewbit.models import flax_serialization, nnx_calls
 from fewbit.models.nnx_scopes import (
     methods_of,
@@ -23,7 +23,7 @@ from fewbit.models.nnx_scopes import (
     set_place,
     subclass,
 )
-from fewbit.models.planning import plan_runs
+from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.params import quantize_leaf
 from fewbit.qarray import PanelArray, QArray, WithAux
 from fewbit.static_scales import empty_scales
@@ -32,6 +32,8 @@ flax_serialization.register()  # models that are unpickled come by no other way
 nnx.register_data_type(QArray)
 nnx.register_data_type(PanelArray)
 nnx.register_data_type(WithAux)
+
+HOLDS_PARAMS = True
 
 _MSG_NO_INPUTS = (
     "Model inputs must be provided for nnx models. Their values do not matter; abstract ones do: "
@@ -53,6 +55,11 @@ _MSG_REWRITTEN = (
     "Parameter '{leaf}' would be stored as {qtype}, but {method} of {model} assigns to it. A "
     "stored weight is only read. Make it an nnx.Variable of another type than nnx.Param, or leave "
     "it float: QuantizationRule(module_path={path!r}) before the other rules."
+)
+
+_MSG_HOLDS_PARAMS = (
+    "{name} is an NNX model, which holds its parameters itself: write "
+    "fewbit.calibrate(model, rules, batches=batches), or nnx.update(model, params) first."
 )
 
 _MSG_NO_MODULE = (
@@ -129,6 +136,19 @@ def plan(
                 )
             )
     return made
+
+
+def float_runs(model: nnx.Module, provider: Any, params: Any) -> FloatRun:
+    """Runners of the float model, which holds its parameters. What a call changes is dropped."""
+    if params is not None:
+        raise ValueError(_MSG_HOLDS_PARAMS.format(name=type(model).__name__))
+    _check_is_float(model)
+
+    def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
+        ready = nnx_calls.prepare(model, provider, method, args, kwargs)
+        return ready.runner, ready.dynamic
+
+    return run
 
 
 def is_quantized(model: Any) -> bool:

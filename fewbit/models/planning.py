@@ -1,12 +1,15 @@
 """From runners and inputs to a Plan: what every front end's `plan` ends in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fewbit._plan import Plan
 from fewbit.decisions import Leaf, Request, decide
 from fewbit.engine import Runner
 from fewbit.planner import make_plan
+
+# (method, args, kwargs) of one call of a float model -> its runner, and the leaves to call it with.
+FloatRun = Callable[[str, tuple, dict], tuple[Runner, list[Any]]]
 
 
 def plan_runs(
