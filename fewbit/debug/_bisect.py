@@ -86,7 +86,7 @@ class Bisection:
         )
         lines = wrap(text, width)
         lines += [f"  {site}" for site in self.guilty]
-        lines += ["", "Put these before the other rules:"]
+        lines += ["", "Put these before the other rules, and drop one that then matches nothing:"]
         return "\n".join([*lines, *(f"  {line}" for line in self.rule_lines.split("\n"))])
 
     def __str__(self) -> str:

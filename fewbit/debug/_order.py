@@ -21,12 +21,14 @@ def first_not_finite(
         counts = np.asarray(readings[site_id][run].value["not_finite"])
         for layer in np.ndindex(counts.shape[:-1]):
             if counts[layer][0] > 0:
-                bad.append((place(layer), site_id, layer, bool(counts[layer][1])))
+                bad.append((place(layer), site_id, layer, counts[layer][1:].tolist()))
     if not bad:
         return None
-    _, site_id, layer, already = min(bad)
+    _, site_id, layer, (activations, weight) = min(bad)
     text = site_id + (f", layer {', '.join(map(str, layer))}" if layer else "")
-    return f"{text} (its operands were not finite already)" if already else text
+    if weight:
+        return f"{text} (its stored weight is not finite)"
+    return f"{text} (its operands were not finite already)" if activations else text
 
 
 def _places(root: Node) -> dict[str, Any]:

@@ -45,10 +45,12 @@ class Probe:
         if not self.results:
             return {"local": local}
         sides = [k for k in (0, 1) if k == 0 or site.site.op != "take"]
+        weights = [v for v in operands if is_weight(v)]
+        parts = ([result], [v for v in operands if not is_weight(v)], weights)
         seen = {
             "out": result,
             "local": local,
-            "not_finite": jnp.stack([_not_finite([result]), _not_finite(operands)]),
+            "not_finite": jnp.stack([_not_finite(part) for part in parts]),
         }
         clipped = []
         for k in sides:

@@ -2,10 +2,10 @@
 
 import os
 import pathlib
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from fewbit._atomic import write_atomically
 from fewbit._plan import Plan
 from fewbit.debug._comparison import Comparison
 from fewbit.report_page._page import render as render
@@ -41,20 +41,8 @@ def html_report(
 
 
 def _write_whole(target: pathlib.Path, data: bytes) -> None:
-    """Beside it first, then in its place: a full disk or a kill leaves what was there."""
-    if target.is_dir():
-        raise IsADirectoryError(_MSG_PLACE.format(path=target, why="it is a directory"))
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
+        write_atomically(target, lambda file: file.write(data))
     except OSError as error:
-        beside.unlink(missing_ok=True)
         why = error.strerror or str(error)
         raise type(error)(error.errno, _MSG_PLACE.format(path=target, why=why)) from error
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise

@@ -90,8 +90,8 @@ def plan_table(plan: Plan) -> Markup:
         below += [tag("h3", "Notes"), tag("ul", items, class_="plain")]
     intro = tag(
         "p",
-        "One row per product or look-up, with its weight’s bytes before and after. Press a heading to "
-        "sort.",
+        "One row per product or look-up, with its weight’s bytes before and after. Press a heading "
+        "to sort.",
         class_="soft lead",
     )
     return tag("section", tag("h2", "Plan"), intro, table, join(*below), id="plan")
