@@ -42,6 +42,7 @@ class PanelDot:
     summed: tuple[Atom, ...]  # the weight's summed atoms, in the activation's order
     columns: tuple[Atom, ...]  # its other atoms, in the result's order
     column_shape: tuple[int, ...]
+    batched: bool = False  # the weight is a stack, one entry for each of x's first axis
 
 
 def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | None:
@@ -102,10 +103,22 @@ def arithmetic(dot: PanelDot, x: Any) -> str:
     return "codes" if integer and _tile_of(x, dot) is not None else "none"
 
 
-def describe(dot: PanelDot, x: Any) -> str:
+def describe(dot: PanelDot, x: Any, bias: Any = None, activation: str | None = None) -> str:
     """The plan's word for it."""
-    what = arithmetic(dot, x)
-    return "native int8" if what != "none" else "native float"
+    what = "native int8" if arithmetic(dot, x) != "none" else "native float"
+    if not finishes(dot, bias):
+        return what
+    return what + kernels.finish_text(bias, activation)
+
+
+def finishes(dot: PanelDot, bias: Any) -> bool:
+    """Whether the kernel's columns are those of the bias, so that it can add it."""
+    if dot.batched or (bias is not None and dot.side == 0):
+        return False
+    order = packed_order(dot.columns)
+    return bias is None or (
+        order == list(range(len(order))) and tuple(bias.shape) == dot.column_shape
+    )
 
 
 def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
@@ -150,13 +163,22 @@ def find_panel_ragged_dot(lhs: Any, rhs: Any, numbers: Any) -> PanelDot | None:
 
 
 def run_panel_dot(
-    dot: PanelDot, x: Any, dtype: Any, group_sizes: jax.Array | None = None
+    dot: PanelDot,
+    x: Any,
+    dtype: Any,
+    group_sizes: jax.Array | None = None,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
-    """The product, in `dtype`."""
+    """The product, in `dtype`, with what follows it."""
     what = arithmetic(dot, x)
+    if not finishes(dot, bias):
+        return kernels.finish(run_panel_dot(dot, x, dtype, group_sizes), bias, activation)
     settings: dict[str, Any] = dict(
         out_dtype=dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32,
         group_sizes=group_sizes,
+        bias=None if bias is None else bias.reshape(-1),
+        activation=activation,
     )
     if what == "dynamic":
         tile = dot.weight.panels.tile if x.how.tiled_axes else 0
