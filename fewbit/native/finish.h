@@ -24,7 +24,7 @@ struct FinishRow {
   float factor;
   const float* bias;    // [64], or null
   Elementwise activation;
-  float* out;           // [64]
+  float* out;           // [64], apart from the others
 };
 
 void FinishPortable(const FinishRow& row);
