@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fewbit._qarray_panels import PACKED_AXES, PanelArray
+from fewbit.kernels._backend import exported
 from fewbit.kernels._finish import check_activation, check_bias, finish
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
@@ -178,7 +179,9 @@ def _on_one_device(
 
 mlir.register_lowering(panel_dot_p, mlir.lower_fun(reference, multiple_results=False))
 mlir.register_lowering(
-    panel_dot_p, native_lowering(_native, _on_one_device, reference), platform="cpu"
+    panel_dot_p,
+    native_lowering(_native, _on_one_device, reference, exported(_on_one_device, reference)),
+    platform="cpu",
 )
 
 
