@@ -235,7 +235,8 @@ def test_over_devices_each_adds_its_part_of_the_bias(n):
     )
     packed = jax.tree.map(lambda part: place(part, names) if part.ndim > 2 else place(part), w)
     args = packed, place(x, "rows"), place(b, names)
-    np.testing.assert_array_equal(shared(*args), call(x, b))
+    # Fewer rows on a device may be summed in another order.
+    np.testing.assert_allclose(shared(*args), call(x, b), atol=1e-5)
     assert "all-gather" not in shared.lower(*args).compile().as_text()
 
 
@@ -352,8 +353,7 @@ def test_dense_layers_of_flax_fuse(frame):
         nn = pytest.importorskip("flax.linen")
         model = nn.Sequential([nn.Dense(128), nn.gelu, nn.Dense(64), nn.relu])
         x = normal(0, 3, 64)
-        variables = model.init(jax.random.key(0), x)
-        plan = fewbit.plan(model, W8A8, variables, x)
+        plan = fewbit.plan(model, W8A8, x)
     else:
         nnx = pytest.importorskip("flax.nnx")
         rngs = nnx.Rngs(0)
