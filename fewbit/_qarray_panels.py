@@ -213,7 +213,19 @@ def why_no_panels(q: QArray, roles: str) -> str | None:
         return "its zero points have another granularity than its scales"
     if q.scale.dtype.name == "float64":
         return "its scales are float64"
+    if _holds_nan(q):
+        return "it holds codes of NaN or infinity, which the kernels read as numbers"
     return None if _tile(q, roles) is not None else "its scales are no groups of rows"
+
+
+def _holds_nan(q: QArray) -> bool:
+    """Whether codes of an 8-bit float type are no numbers; a tracer's cannot be looked at."""
+    codes = q.data
+    if not str(q.data.dtype).startswith("float8") or not isinstance(codes, jax.Array):
+        return False
+    if isinstance(codes, jax.core.Tracer) or not codes.is_fully_addressable:
+        return False
+    return not bool(jnp.isfinite(codes.astype(jnp.float32)).all())
 
 
 def _tile(q: QArray, roles: str) -> int | None:

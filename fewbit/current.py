@@ -18,13 +18,15 @@ from fewbit.rules import QuantizationRule
 class CurrentSite:
     """The Site the interpreter is at, the rule that governs it, and where to report what ran it.
 
-    `static` holds (scale, zero point or None) for each operand that has a stored scale.
+    `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
+    the bias (or None) and the activation (or None) that are wanted of the product itself.
     """
 
     site: Site
     rule: QuantizationRule | None
     report: Callable[[str], None]
     static: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
+    finish: tuple[Any, str | None] = (None, None)
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)
@@ -75,6 +77,12 @@ def at_site(current: CurrentSite) -> Iterator[None]:
 def current_site() -> CurrentSite | None:
     """The Site being evaluated; None outside the interpreter."""
     return _site.get()
+
+
+def wanted_finish() -> tuple[Any, str | None]:
+    """What the product of the current Site has to do after it."""
+    here = _site.get()
+    return (None, None) if here is None else here.finish
 
 
 def is_tracing() -> bool:

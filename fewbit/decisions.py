@@ -185,7 +185,7 @@ def _roles(ts: TracedSite, side: int, origin: Origin) -> str | None:
     if ts.eqn.primitive.name != "dot_general":
         return None
     summed, batch = ts.eqn.params["dimension_numbers"]
-    return None if batch[side] else leaf_roles(origin, summed[side])
+    return leaf_roles(origin, summed[side], stacked=batch[side])
 
 
 def operand_how(ts: TracedSite, side: int, *, tile_size: Any, **fields: Any) -> HowToQuantize:

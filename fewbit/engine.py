@@ -242,9 +242,11 @@ class Runner:
         report: Callable[[str, str], None] = lambda site, text: None,
     ) -> tuple[list[Any], list[tuple[str, str]]]:
         static = StaticScales(scales)
+        sites = SiteRunner(self.provider, decisions, report, static)
         interpreter = Interpreter(
-            SiteRunner(self.provider, decisions, report, static),
+            sites,
             lambda ts: decisions[ts.site.id].rule is not None,
+            sites.finishes,
             shortcuts=any(d.rule is not None for d in decisions.values()),
             static=static,
         )

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 
 from fewbit import jaxprs
+from fewbit._qarray_panels import PanelArray
+from fewbit.fused_run import run_chain
+from fewbit.fusing import Chain, find_chains
 from fewbit.jaxprs import Eqn
 from fewbit.moves import CannotMove
 from fewbit.ops.argmax import argmax
@@ -23,7 +26,7 @@ from fewbit.trace import Node, TracedSite
 from fewbit.weight import is_weight, plain
 from fewbit.weight_moves import MOVES
 
-SiteHandler = Callable[[TracedSite, Sequence[Any]], Any]
+SiteHandler = Callable[..., Any]  # (site, operands[, (bias, activation)])
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Interpreter:
 
     at_site: SiteHandler
     replaces: Callable[[TracedSite], bool]
+    finishes: Callable[[TracedSite], bool] = lambda site: False  # may bias and activation be fused
     shortcuts: bool = False  # also run what is exact and faster: a long argmax in two levels
     rebuild_all: bool = False  # for tests: hold every rebuilt primitive against the original
     dequantized: list[tuple[str, str]] = field(default_factory=list)  # (leaf, primitive)
@@ -53,8 +57,20 @@ class Interpreter:
         def read(var):
             return var.val if jaxprs.is_literal(var) else env[var]
 
+        chains: dict[int, Chain] = {}  # by their last equation, where all they read is there
+        fused: set[int] = set()
         for i, eqn in enumerate(jaxpr.eqns):
+            if i in chains:
+                env[eqn.outvars[0]] = run_chain(self, node, chains[i], read)
+                continue
+            if i in fused:
+                continue
             ins = [read(v) for v in eqn.invars]
+            chain = self.chain(node, i, ins)
+            if chain is not None:
+                chains[chain.last] = chain
+                fused.update(chain.rest)
+                continue
             env.update(zip(eqn.outvars, self.equation(node, i, eqn, ins), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -81,6 +97,13 @@ class Interpreter:
             return [argmax(ins[0], *jaxprs.argmax_params(eqn))]
         return jaxprs.bind(eqn, ins)
 
+    def chain(self, node: Node, i: int, ins: list[Any]) -> Chain | None:
+        """What a kernel can do together with the product of equation `i`, if one will run it."""
+        packed = any(is_weight(v) and isinstance(v.array, PanelArray) for v in ins)
+        if not packed or i not in node.sites or not self.finishes(node.sites[i]):
+            return None
+        return find_chains(node.jaxpr).get(i)
+
     def is_active(self, node: Node) -> bool:
         """Whether something to replace stands in this body or below; asked once per body."""
         if node not in self._active:
@@ -89,9 +112,9 @@ class Interpreter:
             self._active[node] = short or replaced or self.taps.inside(node)
         return self._active[node]
 
-    def site(self, site: TracedSite, ins: Sequence[Any]) -> Any:
+    def site(self, site: TracedSite, ins: Sequence[Any], *finish: Any) -> Any:
         with site.eqn.ctx.manager:
-            out = self.at_site(site, ins)
+            out = self.at_site(site, ins, *finish)
         return fit(out, site.eqn.outvars[0].aval, site.site.id)
 
     def move(self, eqn: Eqn, ins: list[Any]) -> Sequence[Any]:

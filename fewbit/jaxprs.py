@@ -61,6 +61,42 @@ def is_literal(var: Any) -> bool:
     return isinstance(var, jex.Literal)
 
 
+def same_literal(a: Any, b: Any) -> bool:
+    """Whether both are literals of one value and type."""
+    if not (is_literal(a) and is_literal(b)):
+        return False
+    return a.aval.dtype == b.aval.dtype and bool(a.val == b.val)
+
+
+def same_equation(a: Eqn, b: Eqn) -> bool:
+    """Whether two equations do the same, whatever their operands; bodies are compared as text."""
+    if a.primitive is not b.primitive:
+        return False
+    inside = bodies(a), bodies(b)
+    if inside[0] or inside[1]:
+        return list(map(str, inside[0])) == list(map(str, inside[1]))
+    return a.params == b.params
+
+
+def repeated_over_rows(eqn: Eqn, shape: Sequence[int]) -> Any:
+    """The vector (or fewer axes than `shape`) whose last axes are `shape`'s, which `eqn` repeats.
+
+    None if the equation does something else.
+    """
+    name, (operand, *_), out = eqn.primitive.name, eqn.invars, eqn.outvars[0].aval.shape
+    if is_literal(operand) or name not in ("reshape", "broadcast_in_dim"):
+        return None
+    columns = tuple(operand.aval.shape)
+    rows = len(shape) - len(columns)
+    if not columns or rows <= 0 or len(out) != len(shape) or tuple(shape[rows:]) != columns:
+        return None
+    if name == "broadcast_in_dim":
+        kept = tuple(eqn.params["broadcast_dimensions"]) == tuple(range(rows, len(shape)))
+        narrow = tuple(out) in ((1,) * rows + columns, tuple(shape))
+        return operand if kept and narrow else None
+    return operand if tuple(out) == (1,) * rows + columns else None
+
+
 # --- primitives with bodies -----------------------------------------------------------------------
 
 

@@ -14,13 +14,16 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from fewbit import kernels
 from fewbit._qarray_checks import check_tree
 from fewbit._qarray_panels import matrix_length, to_panels, why_no_panels
+from fewbit.numerics import dtype_bits, format_of
 from fewbit.packing_panels import COLUMNS, ROWS, padded
 from fewbit.qarray import HowToQuantize, QArray, WithAux
 from fewbit.qarray import pack as pack_codes
 from fewbit.qarray import unpack as unpack_codes
 
-# A matrix that padding to whole panels would blow up by more than this stays as it is.
-_MOST_PADDING = 1.25
+# A matrix that padding to whole panels would blow up by more than this stays as it is. 48, 96, 100
+# or 200 columns are still multiplied as fast as by XLA or up to five times faster; at twice the
+# width (33 columns) many rows are not (docs/performance.md).
+_MOST_PADDING = 1.34
 # The kernel of a convolution is read once per image, not once per row, and is small.
 _MOST_CONV_PADDING = 2.75
 
@@ -99,7 +102,8 @@ def _column_names(q: QArray, roles: str) -> Any:
 def pack(tree: Any) -> Any:
     """Every quantized parameter in the layout that this machine's kernels read.
 
-    Parameters that no kernel reads get their codes at true width (int3 in 3 bits).
+    Parameters that no kernel reads get their codes at true width (int3 in 3 bits); those whose type
+    is as narrow as its codes stay as they are, one code per element.
 
     >>> import jax.numpy as jnp
     >>> import fewbit
@@ -119,7 +123,15 @@ def pack(tree: Any) -> Any:
 def _packed(q: QArray, how: HowToQuantize) -> QArray:
     if _fits_panels(q, how):
         return for_kernels(unpack_codes(q), how)
-    return q if q.layout == "panels" else pack_codes(q)
+    if q.layout == "panels":
+        return q
+    return pack_codes(q) if _is_wider_than_its_codes(q) else unpack_codes(q)
+
+
+def _is_wider_than_its_codes(q: QArray) -> bool:
+    """Whether plain codes take more memory than packed ones: int3 does, int4 does not."""
+    row = format_of(q.qtype)
+    return dtype_bits(row.storage) > row.bits
 
 
 def unpack(tree: Any) -> Any:

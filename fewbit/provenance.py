@@ -119,7 +119,7 @@ def leaf_roles(
     """What a product does with each axis of the leaf: 'l' a stack, 'k' summed over, 'n' a column.
 
     Axes in `innermost` are summed over too and get 'c': the input channels of a convolution. Axes
-    in `stacked` are the groups of a ragged product.
+    in `stacked` are the groups of a ragged product, or the batch axes of a product.
 
     None where the product sees only a part of the leaf, or splits an axis between the two: such a
     leaf is no stack of matrices for it.

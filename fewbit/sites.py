@@ -32,7 +32,15 @@ class SiteRunner:
     report: Callable[[str, str], None] = lambda site_id, text: None
     static: StaticScales = field(default_factory=StaticScales)
 
-    def __call__(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
+    def finishes(self, ts: TracedSite) -> bool:
+        """Whether the provider's own method also does a bias and an activation."""
+        if ts.site.op not in _METHODS or self.decisions[ts.site.id].rule is None:
+            return False
+        return getattr(getattr(self.provider, _METHODS[ts.site.op]), "finishes", False)
+
+    def __call__(
+        self, ts: TracedSite, ins: Sequence[Any], finish: tuple[Any, str | None] = (None, None)
+    ) -> Any:
         site, rule = ts.site, self.decisions[ts.site.id].rule
         if site.op == "take":
             return self.look_up(ts, ins)
@@ -46,7 +54,7 @@ class SiteRunner:
         ]
         method = getattr(self.provider, _METHODS[site.op])
         scales = self.static.of(ts, rule) if self.provider.quantizes_params else {}
-        here = current.CurrentSite(site, rule, self.reporter(site.id, method), scales)
+        here = current.CurrentSite(site, rule, self.reporter(site.id, method), scales, finish)
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
                 return _CALLS[site.op](method, ts.eqn, operands)

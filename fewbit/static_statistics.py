@@ -62,7 +62,7 @@ _MSG_METHOD = (
 )
 _MSG_NO_RANGE = (
     "The statistic {name} has no '{wanted}': it was collected by another library, which keeps "
-    "averages only. Write act_static_reduction='mean' in the rule: {rule!r}."
+    "averages only. Write act_static_reduction='mean' in the rule: {rule}."
 )
 _MSG_SHAPE = (
     "The statistic {name} has shape {found}, but the scale needs {wanted}. It was collected on "
@@ -158,7 +158,8 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
     for key in keys:
         if reduction == "range" and _EXTREMES[key] not in stat:
             wanted = _EXTREMES[key]
-            raise ValueError(_MSG_NO_RANGE.format(name=scale.name, wanted=wanted, rule=rule))
+            fixed = "its own" if rule is None else repr(rule.replace(act_static_reduction="mean"))
+            raise ValueError(_MSG_NO_RANGE.format(name=scale.name, wanted=wanted, rule=fixed))
         found_shape = tuple(stat[f"sum_of_{key}"].shape)
         if not fits(found_shape, scale.shape, len(stat["count"].shape)):
             shapes = dict(found=found_shape, wanted=scale.shape)

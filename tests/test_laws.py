@@ -44,6 +44,8 @@ LAYERS = [
             "current",
             "decisions",
             "engine",
+            "fused_run",
+            "fusing",
             "params",
             "sites",
             "static_*",

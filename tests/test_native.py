@@ -103,6 +103,19 @@ def test_errors_name_the_fix():
         kernels.absmax_rows(jnp.zeros((2, 3), jnp.int32))
 
 
+def test_info_and_doctor_show_a_backend_that_was_asked_for():
+    with kernels.backend("xla"):
+        inside = kernels.info()
+        assert not kernels.native_available()
+    assert inside.backend == "xla" and inside.forced == "fewbit.kernels.backend('xla')"
+    if inside.native:
+        assert "; not used, XLA runs everything: fewbit.kernels.backend('xla')" in str(inside)
+    assert kernels.info().forced is None
+    with pytest.raises(ValueError, match="'xlaa', which is not known; did you mean 'xla'"):
+        with kernels.backend("xlaa"):
+            pass
+
+
 def test_info_prints_what_a_person_asks():
     info = kernels.info()
     lines = str(info).splitlines()

@@ -426,6 +426,24 @@ def test_the_python_side_names_what_it_knows():
         weight.times(normal((1, 32)))
 
 
+@pytest.mark.parametrize("name", ("int8", "int4", "nf4", "float8_e4m3fn"))
+def test_rows_near_the_end_of_the_range(name):
+    """Sums of codes may be larger than any float where the scaled result is not."""
+    from fewbit._qarray_panels import to_panels
+    from fewbit.qarray import dequantize, quantize
+
+    w = 1e-3 * np.random.default_rng(0).normal(size=(96, 70)).astype(np.float32)
+    q = quantize(jnp.asarray(w), name, channelwise_axes=(1,))
+    packed, whole = to_panels(q, "kn"), np.asarray(dequantize(q), np.float64)
+    for rows in (1, 2, 3, 9):
+        x = np.random.default_rng(rows).normal(size=(rows, 96)).astype(np.float32)
+        x[0] *= np.float32(1e37)
+        result = np.asarray(kernels.panel_product(jnp.asarray(x), packed), np.float64)
+        size = np.abs(x).astype(np.float64) @ np.abs(whole)
+        assert np.isfinite(result).all()
+        assert np.max(np.abs(result - x.astype(np.float64) @ whole) / size) < BOUND
+
+
 def in_a_process(code, **environment):
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -454,6 +472,8 @@ t.test_rows_are_quantized_as_by_quantize(32, 5)
 t.test_the_longest_sums(1, -1)
 t.test_subnormal_numbers_count()
 t.test_the_smallest_shared_exponents()
+for name in ('int8', 'nf4'):
+    t.test_rows_near_the_end_of_the_range(name)
 """
 
 LEVELS = ("avx512_vnni", "avx2", "portable")

@@ -81,9 +81,9 @@ def test_statistics_that_do_not_fit_the_plan():
     ):
         use(statistic({"min": [[-1.0]], "max": [[1.0]]}))
     bare = {"count": jnp.array(1), "sum_of_absmax": jnp.ones((1, 1))}
-    with says(ValueError, "no 'max_of_absmax'", "act_static_reduction='mean' in the rule"):
-        use(bare)
     rules = [STATIC.replace(act_static_reduction="mean")]
+    with says(ValueError, "no 'max_of_absmax'", f"='mean' in the rule: {rules[0]!r}."):
+        use(bare)
     assert quantized_function(rules, stats={"w:dot_general0": {"lhs": bare}})[1].act_scales
     with says(ValueError, "holds 1 value that is NaN"):
         use(absmax(jnp.nan))

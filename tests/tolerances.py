@@ -44,3 +44,9 @@ CODE_OF_NEXT_LAYER = 2e-2
 # follows (one rounding instead of two), and in a training step that may turn an activation's code.
 CODES_TILES = 1e-6
 CODES_STEP = 1e-4
+
+# An activation fused into a product, against float64: relative to the larger of its argument and
+# its value (a sigmoid's is at most 1), where the argument is a float32.
+FUSED_ACTIVATION = 4 * F32_ULP
+# The same rounded to bfloat16 at the end, once; unfused, the sum and each step are rounded.
+FUSED_BF16 = 4 * BF16_ULP

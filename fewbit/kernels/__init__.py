@@ -5,11 +5,15 @@ registered with JAX, when it is first asked for. Without it everything runs thro
 """
 
 from fewbit.kernels._absmax import absmax_rows as absmax_rows
+from fewbit.kernels._backend import backend as backend
 from fewbit.kernels._codes_dot import SCALED as SCALED
 from fewbit.kernels._codes_dot import codes_dot as codes_dot
 from fewbit.kernels._codes_dot import runs_natively as runs_natively
 from fewbit.kernels._conv import LONGEST_CHANNEL_SUM as LONGEST_CHANNEL_SUM
 from fewbit.kernels._conv import Window as Window
+from fewbit.kernels._finish import ACTIVATIONS as ACTIVATIONS
+from fewbit.kernels._finish import finish as finish
+from fewbit.kernels._finish import finish_text as finish_text
 from fewbit.kernels._info import KernelInfo as KernelInfo
 from fewbit.kernels._info import info as info
 from fewbit.kernels._native import native_available as native_available

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+from fewbit.kernels._backend import asked_backend
 from fewbit.kernels._native import native_part
 
 # For a machine without the compiled part: the CPU flags that the kernels of each level need.
@@ -26,6 +27,8 @@ class KernelInfo:
       built_with: the jaxlib (and FFI version) it was compiled against.
       isa: the instruction set in use: the best of this CPU, or the one that FEWBIT_ISA names.
       threads: CPUs this process may use.
+      backend: 'native' if its kernels are used here, else 'xla'.
+      forced: who asked for that backend; None if nobody did.
     """
 
     native: bool
@@ -34,10 +37,14 @@ class KernelInfo:
     built_with: str | None
     isa: str
     threads: int
+    backend: str = "native"
+    forced: str | None = None
 
     def __str__(self) -> str:
         if self.native:
             native = f"yes, {self.path} (built with {self.built_with})"
+            if self.backend == "xla":
+                native += f"; not used, XLA runs everything: {self.forced}"
         else:
             native = f"no, XLA runs everything: {self.missing}"
         return "\n".join(
@@ -59,14 +66,21 @@ def info() -> KernelInfo:
     threads:        ...
     """
     part = native_part()
+    missing = part.missing
+    try:
+        asked, who = asked_backend()
+    except ValueError as error:  # to be told here, and raised where a product is made
+        asked, who, missing = "xla", str(error), str(error)
     built_with = f"jaxlib {part.jaxlib}, FFI {part.ffi}" if part.jaxlib else None
     return KernelInfo(
-        native=part.missing is None,
-        missing=part.missing,
+        native=missing is None,
+        missing=missing,
         path=part.path,
         built_with=built_with,
         isa=part.isa or isa_from_flags(_cpu_flags()),
         threads=usable_cpus(),
+        backend="native" if asked != "xla" and missing is None else "xla",
+        forced=None if asked is None else who,
     )
 
 

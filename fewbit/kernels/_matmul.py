@@ -48,6 +48,7 @@ def matmul(
     tensor_scale: jax.Array,
     layer: jax.Array,
     act_scale: jax.Array,
+    bias: jax.Array | None = None,
     *,
     qtype: str,
     k: int,
@@ -57,6 +58,7 @@ def matmul(
     act_tile: int = 0,
     transposed: bool = False,
     out_dtype: Any,
+    activation: str | None = None,
 ) -> jax.Array:
     """x [M, k] times entry `layer` of the packed weight, [M, n]; or x [M, n] times its transpose.
 
@@ -73,6 +75,7 @@ def matmul(
       layer: int32 scalar, which entry of the (flattened) lead axes; or int32 for each of them:
         how many rows of x, one after the other, are multiplied with it.
       act_scale: [M or 1, 1 or groups] for int8 codes; [0] for a float x.
+      bias: float32 or bfloat16 [n/64, 64], added to the scaled columns.
       qtype: name of the weight's format.
       k: length of the contraction.
       n: number of columns.
@@ -81,6 +84,7 @@ def matmul(
       act_tile: k that share an activation scale: 0 for all, or `group`.
       transposed: x is a float [M, n], and the result [M, k].
       out_dtype: float32, bfloat16, or int32: the sums of codes, without any scale.
+      activation: a function of each result, after the bias (`_finish.ACTIVATIONS`).
 
     >>> from fewbit.kernels import native_available
     >>> def ones(shape, dtype):
@@ -110,6 +114,7 @@ def matmul(
         tensor_scale,
         layer,
         act_scale,
+        jnp.zeros((0,), jnp.float32) if bias is None else bias,
         format=name,
         k=np.int64(k),
         n=np.int64(n),
@@ -117,4 +122,5 @@ def matmul(
         act=np.int64(_ACT[act]),
         act_tile=np.int64(act_tile),
         transposed=transposed,
+        activation=activation or "none",
     )

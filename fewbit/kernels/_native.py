@@ -12,6 +12,8 @@ import threading
 
 import jax
 
+from fewbit.kernels._backend import asked_backend
+
 LIBRARY_VARIABLE = "FEWBIT_NATIVE_LIBRARY"
 """Environment variable: a library to open instead of the installed one; empty turns it off."""
 
@@ -68,13 +70,15 @@ class NativePart:
 
 
 def native_available() -> bool:
-    """Whether the compiled part can be used in this process. The first call opens it.
+    """Whether the compiled part is used in this process and place. The first call opens it.
+
+    Not under `backend('xla')`, nor with FEWBIT_BACKEND=xla.
 
     >>> import fewbit.kernels
-    >>> fewbit.kernels.native_available() == (fewbit.kernels.info().missing is None)
+    >>> fewbit.kernels.native_available() == (fewbit.kernels.info().backend == 'native')
     True
     """
-    return native_part().missing is None
+    return asked_backend()[0] != "xla" and native_part().missing is None
 
 
 def native_part() -> NativePart:

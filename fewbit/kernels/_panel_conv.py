@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fewbit._qarray_panels import PACKED_AXES, PanelArray
+from fewbit.kernels._backend import exported
 from fewbit.kernels._conv import Window, channel_conv, conv
 from fewbit.kernels._native import native_available
 from fewbit.kernels._packed_weight import binding, entry_of, jvp_in_x, leading, one_by_one
@@ -218,7 +219,9 @@ def _codes_and_scale(weight: Any, spec: Convolution) -> tuple[jax.Array, jax.Arr
 
 mlir.register_lowering(panel_conv_p, mlir.lower_fun(_reference, multiple_results=False))
 mlir.register_lowering(
-    panel_conv_p, native_lowering(_native, _on_one_device, _reference), platform="cpu"
+    panel_conv_p,
+    native_lowering(_native, _on_one_device, _reference, exported(_on_one_device, _reference)),
+    platform="cpu",
 )
 
 

@@ -16,9 +16,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from fewbit._qarray_panels import PACKED_AXES, PanelArray
+from fewbit.kernels._backend import exported
+from fewbit.kernels._finish import check_activation, check_bias, finish
 from fewbit.kernels._matmul import matmul
 from fewbit.kernels._native import native_available
-from fewbit.kernels._packed_weight import binding, entry_of, jvp_in_x, leading, one_by_one
+from fewbit.kernels._packed_weight import binding, jvp_in_x, leading, one_by_one
+from fewbit.kernels._panel_reference import Product, columns_of, reference, unfinished
 from fewbit.kernels._partition import (
     alike,
     native_lowering,
@@ -26,29 +29,15 @@ from fewbit.kernels._partition import (
     spread,
     weight_rule,
 )
-from fewbit.numerics import format_of
-from fewbit.qarray import QArray, dequantize, quantize
+from fewbit.packing_panels import pack_parts
+
+_MSG_RAGGED_FINISH = (
+    "bias and activation belong to rows that share one matrix. With group_sizes add them to the "
+    "result."
+)
 
 ROWS = ("float32", "bfloat16")
 """Types of the activations and results that the kernels read and write."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Product:
-    """What the kernel must know besides arrays."""
-
-    qtype: str
-    k: int
-    n: int
-    tile: int  # rows of W that share a scale; 0: all
-    act: str  # 'none' | 'dynamic': rows of x are quantized to int8 on the way | 'codes'
-    act_tile: int  # k per activation scale; 0: one per row
-    out_dtype: str
-    transposed: bool = False  # x is [M, N] and the result x · Wᵀ
-
-    @property
-    def width(self) -> int:
-        return self.k if self.transposed else self.n
 
 
 def panel_product(
@@ -60,14 +49,19 @@ def panel_product(
     act_tile: int = 0,
     out_dtype: Any = jnp.float32,
     group_sizes: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """x [M, K] times the weight's matrix [K, N].
 
     `act='dynamic'` quantizes the rows of x to int8 first, `act='codes'` says that x is int8 codes
     already, with `act_scale` [M, K/act_tile]. With `group_sizes` the weight is a stack, of which
-    each entry gets so many of the rows, as in `jax.lax.ragged_dot`.
+    each entry gets so many of the rows, as in `jax.lax.ragged_dot`. `bias` [N], float32 or
+    bfloat16, and then `activation` ('relu', 'gelu', ...) are applied before the result is rounded
+    to `out_dtype`.
 
     >>> from fewbit._qarray_panels import to_panels
+    >>> from fewbit.qarray import quantize
     >>> w = to_panels(quantize(jnp.ones((32, 3)), 'int8', channelwise_axes=(1,)), 'kn')
     >>> panel_product(jnp.ones((2, 32)), w).round(1)[0]
     Array([31.9, 31.9, 31.9], dtype=float32)
@@ -83,8 +77,14 @@ def panel_product(
     k, n = view.length("k"), view.length("n")
     if x.ndim != 2 or x.shape[1] != k:
         raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
+    check_activation(activation)
+    check_bias(bias, n)
+    if group_sizes is not None and (bias is not None or activation is not None):
+        raise ValueError(_MSG_RAGGED_FINISH)
     out = jnp.dtype(out_dtype).name
-    spec = Product(str(weight._static[0]), k, n, view.tile, act, act_tile, out)
+    spec = Product(
+        str(weight._static[0]), k, n, view.tile, act, act_tile, out, activation=activation
+    )
     data, scale, zero, tensor_scale = weight.packed_parts
     stack = data.shape[: data.ndim - PACKED_AXES]
 
@@ -94,6 +94,7 @@ def panel_product(
     args = (
         x,
         jnp.zeros((0,), jnp.float32) if act_scale is None else act_scale,
+        jnp.zeros((0,), jnp.float32) if bias is None else _by_panels(bias),
         flat(data),
         flat(scale),
         jnp.zeros((0,), jnp.uint8) if zero is None else flat(zero),
@@ -103,6 +104,12 @@ def panel_product(
         _entries(weight, math.prod(stack), group_sizes),
     )
     return _bind(*alike(args), spec=spec)
+
+
+def _by_panels(bias: jax.Array) -> jax.Array:
+    """[N] as [N/64, 64], in a type that the kernels read."""
+    bias = bias if bias.dtype.name in ROWS else bias.astype(jnp.float32)
+    return pack_parts(bias[None, :], 0.0)[:, 0, :]
 
 
 def _entries(weight: PanelArray, count: int, group_sizes: jax.Array | None) -> jax.Array:
@@ -116,8 +123,8 @@ def _entries(weight: PanelArray, count: int, group_sizes: jax.Array | None) -> j
 
 
 panel_dot_p = Primitive("fewbit_panel_dot")
-"""Operands: x, act_scale, then `data`, `scale`, `zero`, `tensor_scale` and `layer` of the weight;
-act_scale and zero are empty where there is none."""
+"""Operands: x, act_scale, bias, then `data`, `scale`, `zero`, `tensor_scale` and `layer` of the
+weight; act_scale, bias and zero are empty where there is none."""
 
 
 _bind = binding(panel_dot_p)
@@ -129,20 +136,25 @@ def _shape(x: Any, *rest: Any, spec: Product) -> Any:
 
 
 def _native(*operands: jax.Array, spec: Product) -> jax.Array:
-    x, act_scale, _, _, zero, *_ = operands
+    x, act_scale, bias, _, _, zero, *_ = operands
     by_panels = shares_panels(spec.n) and not spec.transposed
     row = "m" if act_scale.shape[:1] == x.shape[:1] else "o"
     scales = f"{row} s" if act_scale.ndim == 2 else "s"
     weight = weight_rule("p" if by_panels else "q", zero.ndim > 1)
-    rule = ", ".join(["m i", scales, *weight]) + (" -> m (p c)" if by_panels else " -> m j")
+    columns = "y" if bias.ndim == 1 else "p c" if by_panels else "q c"
+    rule = ", ".join(["m i", scales, columns, *weight]) + (
+        " -> m (p c)" if by_panels else " -> m j"
+    )
     if operands[-1].ndim:  # which entry a row belongs to depends on the rows before it
         rule = rule.replace("m", "r").replace(" ->", "h ->")
     return spread(_on_one_device, operands, spec, rule)
 
 
-def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
+def _on_one_device(
+    x: jax.Array, act_scale: jax.Array, bias: jax.Array, *weight: Any, spec: Product
+) -> jax.Array:
     if not native_available():
-        return _reference(x, act_scale, *weight, spec=spec)
+        return reference(x, act_scale, bias, *weight, spec=spec)
     data, scale, zero, tensor_scale, layer = weight
     return matmul(
         x,
@@ -152,6 +164,7 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Produ
         tensor_scale,
         layer,
         act_scale,
+        bias,
         qtype=spec.qtype,
         k=spec.k,
         n=spec.n,
@@ -160,67 +173,15 @@ def _on_one_device(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Produ
         act_tile=spec.act_tile,
         transposed=spec.transposed,
         out_dtype=spec.out_dtype,
+        activation=spec.activation,
     )
 
 
-def _reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
-    if weight[-1].ndim:
-        return _ragged_reference(x, act_scale, *weight, spec=spec)
-    if spec.act != "none" and not (spec.tile or spec.act_tile) and _is_integer(spec.qtype):
-        return _integer_reference(x, act_scale, *weight, spec=spec)
-    matrix = _matrix(spec, *weight)
-    matrix = matrix.T if spec.transposed else matrix
-    return jnp.matmul(_float_rows(spec, x, act_scale), matrix).astype(spec.out_dtype)
-
-
-def _integer_reference(
-    x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product
-) -> jax.Array:
-    """The product on 8-bit codes, which accelerators have units for."""
-    rows = QArray(x, act_scale)
-    if spec.act == "dynamic":
-        rows = quantize(x, "int8", channelwise_axes=(0,))
-    columns = entry_of(spec, *weight).plain()
-    codes = columns.qvalue.astype(jnp.int8)
-    total = jnp.matmul(rows.qvalue, codes, preferred_element_type=jnp.int32)
-    if columns.zero_point is not None:
-        sums = jnp.sum(rows.qvalue, axis=1, dtype=jnp.int32, keepdims=True)
-        total = total - columns.zero_point.astype(jnp.int32) * sums
-    scales = rows.scale.astype(jnp.float32) * columns.scale.astype(jnp.float32)
-    return (total.astype(jnp.float32) * scales).astype(spec.out_dtype)
-
-
-def _ragged_reference(x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product) -> jax.Array:
-    *parts, sizes = weight
-    matrices = jax.vmap(lambda i: _matrix(spec, *parts, i))(jnp.arange(sizes.shape[0]))
-    matrices = jnp.swapaxes(matrices, 1, 2) if spec.transposed else matrices
-    rows = _float_rows(spec, x, act_scale)
-    return jax.lax.ragged_dot(rows, matrices, sizes).astype(spec.out_dtype)
-
-
-def _is_integer(qtype: str) -> bool:
-    row = format_of(qtype)
-    return row.kind in ("int", "sign") and row.storage.name in ("int4", "int8")
-
-
-def _matrix(spec: Product, *weight: Any) -> jax.Array:
-    """The float32 matrix [K, N] of one entry of the stack."""
-    return dequantize(entry_of(spec, *weight), jnp.float32)
-
-
-def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
-    if spec.act == "dynamic":
-        tiled = {1: spec.act_tile} if spec.act_tile else None
-        return dequantize(quantize(x, "int8", channelwise_axes=(0,), tiled_axes=tiled), jnp.float32)
-    if spec.act == "codes":
-        tiles = ((-1, spec.act_tile),) if spec.act_tile and spec.k % spec.act_tile else ()
-        return dequantize(QArray(x, act_scale, tiles=tiles), jnp.float32)
-    return x.astype(jnp.float32)
-
-
-mlir.register_lowering(panel_dot_p, mlir.lower_fun(_reference, multiple_results=False))
+mlir.register_lowering(panel_dot_p, mlir.lower_fun(reference, multiple_results=False))
 mlir.register_lowering(
-    panel_dot_p, native_lowering(_native, _on_one_device, _reference), platform="cpu"
+    panel_dot_p,
+    native_lowering(_native, _on_one_device, reference, exported(_on_one_device, reference)),
+    platform="cpu",
 )
 
 
@@ -236,7 +197,25 @@ def _transpose(g: Any, x: Any, *rest: Any, spec: Product) -> list[Any]:
     return [_bind(g, *rest, spec=back)] + [None] * len(rest)
 
 
-ad.primitive_jvps[panel_dot_p] = jvp_in_x("product with quantized activations", _bind, _reference)
+_jvp_of_product = jvp_in_x("product with quantized activations", _bind, reference)
+
+
+def _jvp(primals: Any, tangents: Any, *, spec: Product) -> tuple[jax.Array, Any]:
+    """A bias or an activation is not fused where a derivative is taken."""
+    if spec.activation is None and primals[2].ndim == 1:
+        return _jvp_of_product(primals, tangents, spec=spec)
+    moving = {k: p for k, p in enumerate(primals) if not isinstance(tangents[k], ad.Zero)}
+    product = unfinished(spec, "float32")
+
+    def apart(moving):
+        x, act_scale, bias, *weight = (moving.get(k, p) for k, p in enumerate(primals))
+        out = _bind(x, act_scale, jnp.zeros((0,), jnp.float32), *weight, spec=product)
+        return finish(out, columns_of(bias, spec), spec.activation).astype(spec.out_dtype)
+
+    return jax.jvp(apart, (moving,), ({k: tangents[k] for k in moving},))
+
+
+ad.primitive_jvps[panel_dot_p] = _jvp
 ad.primitive_transposes[panel_dot_p] = _transpose
 
 
@@ -245,7 +224,7 @@ ad.primitive_transposes[panel_dot_p] = _transpose
 
 def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    x, act_scale, *weight = args
+    x, act_scale, *rest = args
     if all(d is None for d in dims[2:]) and args[-1].ndim == 0:  # more rows of one product
         x = leading(x, dims[0], size)
         scaled = act_scale.ndim - (dims[1] is not None) == 2
@@ -258,7 +237,7 @@ def _batch(args: Any, dims: Any, *, spec: Product) -> tuple[jax.Array, int]:
         elif dims[1] is not None:
             act_scale = jnp.zeros((0,), act_scale.dtype)
         rows = x.reshape(size * x.shape[1], x.shape[2])
-        out = panel_dot_p.bind(rows, act_scale, *weight, spec=spec)
+        out = panel_dot_p.bind(rows, act_scale, *rest, spec=spec)
         return out.reshape(size, x.shape[1], spec.width), 0
     return one_by_one(panel_dot_p.bind, args, dims, spec)
 

@@ -77,19 +77,17 @@ def alike(args: tuple[jax.Array, ...], *others: jax.Array) -> tuple[jax.Array, .
     return tuple(map(vary, args)) if axes else args
 
 
-def native_lowering(
-    spread: Local, local: Local, reference: Local, export: Local | None = None
-) -> Any:
+def native_lowering(spread: Local, local: Local, reference: Local, export: Local) -> Any:
     """A primitive's lowering on a CPU.
 
     `local` on one device, `spread` over known ones, else `reference`, which XLA can always share.
-    `export`, if given, is for programs that leave this machine; JAX refuses native calls in them.
+    `export` is for programs that leave this machine; JAX refuses native calls in them.
     """
 
     def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         context = ctx.module_context.axis_context
         function = spread
-        if export is not None and ctx.module_context.lowering_parameters.for_export:
+        if ctx.module_context.lowering_parameters.for_export:
             function = export
         elif isinstance(context, mlir.ShardingContext):
             if context.num_devices == 1:

@@ -25,11 +25,21 @@ from fewbit.static_run import quantize_static
 Hows = Sequence[HowToQuantize | None]
 
 
+def _finishes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks a method that does what `current.wanted_finish()` says after its product.
+
+    The mark is on the function: a subclass that overrides the method does not inherit it.
+    """
+    method.finishes = True  # type: ignore[attr-defined]
+    return method
+
+
 class BoxedParamProvider(QuantizationProvider):
     """Parameters live as `WithAux(QArray)`; the common base of PTQ and LoRA."""
 
     quantizes_params = True
 
+    @_finishes
     def dot_general(
         self,
         lhs: Any,
@@ -41,9 +51,10 @@ class BoxedParamProvider(QuantizationProvider):
         out_sharding: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("dot_general")
+        bias, activation = current.wanted_finish()
         numbers = dict(dimension_numbers=dimension_numbers, ndims=(lhs.ndim, rhs.ndim))
 
-        def product(lhs, rhs):
+        def product(lhs, rhs, bias):
             return ops.dot_general(
                 lhs,
                 rhs,
@@ -51,6 +62,8 @@ class BoxedParamProvider(QuantizationProvider):
                 precision,
                 preferred_element_type,
                 out_sharding=out_sharding,
+                bias=bias,
+                activation=activation,
             )
 
         hows = activation_hows(
@@ -62,10 +75,12 @@ class BoxedParamProvider(QuantizationProvider):
             product,
             (lhs, rhs),
             hows,
-            lambda a, b: ops.describe_dot(a, b, dimension_numbers),
+            lambda a, b: ops.describe_dot(a, b, dimension_numbers, bias, activation),
+            (bias,),
             measure=ops.Deferred,
         )
 
+    @_finishes
     def einsum(
         self,
         einsum_str: str,
@@ -76,15 +91,19 @@ class BoxedParamProvider(QuantizationProvider):
         out_sharding: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("einsum")
+        bias, activation = current.wanted_finish()
         spec: dict[str, Any] = dict(einsum_str=einsum_str, ndims=tuple(x.ndim for x in operands))
 
-        def product(*operands):
+        def product(*operands_and_bias):
+            *operands, bias = operands_and_bias
             return ops.einsum(
                 einsum_str,
                 *operands,
                 precision=precision,
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
+                bias=bias,
+                activation=activation,
             )
 
         hows = activation_hows(
@@ -96,7 +115,8 @@ class BoxedParamProvider(QuantizationProvider):
             product,
             operands,
             hows,
-            lambda *q: _describe_einsum(einsum_str, *q),
+            lambda *q: _describe_einsum(einsum_str, *q, bias=bias, activation=activation),
+            (bias,),
             measure=ops.Deferred,
         )
 
@@ -189,7 +209,7 @@ class PtqProvider(BoxedParamProvider):
     """
 
 
-def _describe_einsum(einsum_str: str, *operands: Any) -> str:
+def _describe_einsum(einsum_str: str, *operands: Any, **finish: Any) -> str:
     """What runs a two-operand einsum: the product it is."""
     (a, b), out = granularity.split_subscripts(einsum_str, [x.ndim for x in operands])
     shared = [(a.index(c), b.index(c), c in out) for c in a if c in b]
@@ -199,7 +219,7 @@ def _describe_einsum(einsum_str: str, *operands: Any) -> str:
     )
     batch = tuple(zip(*[(i, j) for i, j, kept in shared if kept], strict=True)) or ((), ())
     lhs, rhs = operands
-    return ops.describe_dot(lhs, rhs, (contracting, batch))
+    return ops.describe_dot(lhs, rhs, (contracting, batch), **finish)
 
 
 def activation_hows(

@@ -128,7 +128,7 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
       InterleaveRows(tile.rows, m.k, padded, load, packed);
     }
     if (plan.folded) {
-      a.factors[tile.first_row] = FoldBias(m, m.k, packed);
+      a.factors[tile.first_row] = FoldRow(m, m.k, packed);
     }
     return;
   }
@@ -162,7 +162,7 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
     };
     InterleaveRows(tile.rows, m.k, padded, load, packed);
     if (plan.folded) {
-      a.factors[tile.first_row] = FoldBias(m, m.k, packed);
+      a.factors[tile.first_row] = FoldRow(m, m.k, packed);
     }
     return;
   }

@@ -15,7 +15,7 @@ struct Activations {
   float* scales;       // [rows][scale_columns]
   int64_t scale_columns;
   int8_t* codes;       // [rows][4 * quads]
-  float* factors;      // [rows], if fp8's bias was folded into them
+  float* factors;      // [rows], what FoldRow gave
   float* row;          // [tiles][4 * quads], work space, as the next two
   int32_t* units;
   int16_t* digits;

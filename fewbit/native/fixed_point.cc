@@ -116,7 +116,32 @@ int PlanesOf(const Kernels& kernels, const Matmul& m) {
   return planes;
 }
 
-float FoldBias(const Matmul& m, int64_t length, float* x) {
+namespace {
+
+// A row so large that its sums of codes could overflow before their scales are applied.
+float FoldLargest(int64_t length, float* x) {
+  constexpr float kApart = 0x1p64f;
+  int32_t largest_bits = 0, limit_bits;
+  for (int64_t k = 0; k < length; ++k) {
+    const int32_t bits = MagnitudeBits(x[k]);
+    largest_bits = bits > largest_bits ? bits : largest_bits;
+  }
+  std::memcpy(&limit_bits, &kLargest, sizeof limit_bits);
+  if (largest_bits < limit_bits) {
+    return 1.0f;
+  }
+  for (int64_t k = 0; k < length; ++k) {
+    x[k] *= 1.0f / kApart;
+  }
+  return kApart;
+}
+
+}  // namespace
+
+float FoldRow(const Matmul& m, int64_t length, float* x) {
+  if (m.format->decoding <= kTable4) {
+    return FoldLargest(length, x);
+  }
   constexpr int kMiddle = 60;  // half the bias
   const int exponent = std::max(-kMiddle, std::min(kMiddle, ExponentOf(x, length) + kBits));
   const float factor = std::ldexp(1.0f, kMiddle - exponent);

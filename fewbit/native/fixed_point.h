@@ -17,9 +17,10 @@ int PlanesOf(const Kernels& kernels, const Matmul& matmul);
 void PackPlanes(const Plan& plan, const Matmul& matmul, int64_t row,
                 const Activations& activations);
 
-// fp8 weights: the row `x` times a power of two, and what its product is to be multiplied by, which
-// is the reciprocal times the bias of the format. It keeps all products in the range of a float.
-float FoldBias(const Matmul& matmul, int64_t length, float* x);
+// The row `x` times a power of two, and what its product is to be multiplied by: the reciprocal,
+// times the bias of an fp8 format. It keeps all sums in the range of a float, whose scales are
+// applied later; but for fp8 only rows near the end of that range are changed.
+float FoldRow(const Matmul& matmul, int64_t length, float* x);
 
 }  // namespace fewbit
 

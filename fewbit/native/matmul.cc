@@ -13,6 +13,67 @@
 namespace fewbit {
 namespace {
 
+// Where sums become results: the columns of one panel.
+class RowWriter {
+ public:
+  RowWriter(const Kernels& kernels, const Matmul& m, int64_t panel)
+      : kernels_(kernels), m_(m), column_(panel * kPanel),
+        count_(std::min<int64_t>(kPanel, m.n - column_)) {
+    if (m.bias == nullptr) {
+      return;
+    }
+    for (int64_t i = 0; i < kPanel; ++i) {
+      bias_[i] = m.bias_type == Element::kF32
+                     ? static_cast<const float*>(m.bias)[column_ + i]
+                     : FromBf16(static_cast<const uint16_t*>(m.bias)[column_ + i]);
+    }
+  }
+
+  // `sums` are 64 floats, or int32 if those are asked for.
+  void Write(int64_t row, const float* sums, float factor) const {
+    const int64_t at = row * m_.n + column_;
+    if (m_.out_type == Element::kS32) {
+      std::memcpy(static_cast<int32_t*>(m_.out) + at, sums, static_cast<size_t>(count_) * 4);
+      return;
+    }
+    alignas(64) float finished[kPanel];
+    if (m_.finishes()) {
+      const float* bias = m_.bias == nullptr ? nullptr : bias_;
+      kernels_.finish_row({sums, factor, bias, m_.activation, finished});
+      sums = finished;
+      factor = 1.0f;
+    }
+    if (m_.out_type == Element::kF32) {
+      float* out = static_cast<float*>(m_.out) + at;
+      for (int64_t i = 0; i < count_; ++i) {
+        out[i] = sums[i] * factor;
+      }
+    } else {
+      uint16_t* out = static_cast<uint16_t*>(m_.out) + at;
+      for (int64_t i = 0; i < count_; ++i) {
+        out[i] = ToBf16(sums[i] * factor);
+      }
+    }
+  }
+
+ private:
+  const Kernels& kernels_;
+  const Matmul& m_;
+  const int64_t column_, count_;
+  alignas(64) float bias_[kPanel];
+};
+
+// Sums over nothing.
+void WriteEmptySums(const Kernels& kernels, const Matmul& m) {
+  alignas(64) const float zeros[kPanel] = {};
+  for (int64_t panel = 0; panel * kPanel < m.n; ++panel) {
+    const RowWriter writer(kernels, m, panel);
+    for (int64_t row = 0; row < m.rows; ++row) {
+      writer.Write(row, zeros, 1.0f);
+    }
+  }
+}
+
 class Run {
  public:
   Run(const Kernels& kernels, const Matmul& m, const Plan& plan, const Activations& a)
@@ -140,14 +201,8 @@ class Run {
   }
 
   void Write(int64_t index, int64_t first_row, int64_t rows, const float* sums) const {
-    const int64_t column = index * kPanel;
-    const int64_t count = std::min<int64_t>(kPanel, m_.n - column);
+    const RowWriter writer(kernels_, m_, index);
     for (int64_t r = 0; r < rows; ++r, sums += kPanel) {
-      const int64_t at = (first_row + r) * m_.n + column;
-      if (Raw()) {
-        std::memcpy(static_cast<int32_t*>(m_.out) + at, sums, static_cast<size_t>(count) * 4);
-        continue;
-      }
       float factor = m_.tensor_scale;
       if (plan_.integers && !plan_.scale_each && plan_.planes == 1) {
         factor *= a_.scales[(first_row + r) * a_.scale_columns];
@@ -155,17 +210,7 @@ class Run {
       if (plan_.folded) {
         factor *= a_.factors[first_row + r];
       }
-      if (m_.out_type == Element::kF32) {
-        float* out = static_cast<float*>(m_.out) + at;
-        for (int64_t i = 0; i < count; ++i) {
-          out[i] = sums[i] * factor;
-        }
-      } else {
-        uint16_t* out = static_cast<uint16_t*>(m_.out) + at;
-        for (int64_t i = 0; i < count; ++i) {
-          out[i] = ToBf16(sums[i] * factor);
-        }
-      }
+      writer.Write(first_row + r, sums, factor);
     }
   }
 
@@ -212,7 +257,7 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
   }
   const Plan plan = MakePlan(kernels, team.threads, m, PlanesOf(kernels, m));
   if (plan.segments() == 0) {
-    std::memset(m.out, 0, static_cast<size_t>(m.rows * m.n * (m.out_type == Element::kBf16 ? 2 : 4)));
+    WriteEmptySums(kernels, m);
     return "";
   }
   const Activations activations = TakeActivations(plan, m);

@@ -45,8 +45,13 @@ struct Matmul {
   const void* x_scale;      // for kS8: [x_scale_rows][groups or 1] of x_scale_type
   Element x_scale_type;
   int64_t x_scale_rows;     // rows, or 1
+  const void* bias;         // [n/64][64] of bias_type: kF32 or kBf16; or null
+  Element bias_type;
+  Elementwise activation;
   void* out;                // [rows][n] of out_type: kF32, kBf16, or kS32 (the integer sums)
   Element out_type;
+
+  bool finishes() const { return bias != nullptr || activation != Elementwise::kNone; }
 };
 
 // An empty string, or why there is no result.

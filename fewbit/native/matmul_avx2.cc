@@ -5,6 +5,6 @@
 
 namespace fewbit {
 
-const Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2", &kAvx2ConvKernels);
+const Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2", &kAvx2ConvKernels, FinishAvx2);
 
 }  // namespace fewbit

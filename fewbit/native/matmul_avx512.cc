@@ -8,9 +8,11 @@ namespace fewbit {
 #if defined(FEWBIT_EMULATE_AVX512)
 extern const ConvKernels kEmulatedAvx512ConvKernels;
 const Kernels kEmulatedAvx512Kernels =
-    MakeKernels<Avx512>("avx512_vnni (emulated)", &kEmulatedAvx512ConvKernels);
+    MakeKernels<Avx512>(
+    "avx512_vnni (emulated)", &kEmulatedAvx512ConvKernels, FinishPortable);
 #else
-const Kernels kAvx512VnniKernels = MakeKernels<Avx512>("avx512_vnni", &kAvx512VnniConvKernels);
+const Kernels kAvx512VnniKernels =
+    MakeKernels<Avx512>("avx512_vnni", &kAvx512VnniConvKernels, FinishAvx512);
 #endif
 
 }  // namespace fewbit

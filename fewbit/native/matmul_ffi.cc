@@ -23,13 +23,13 @@ using fewbit::Require;
 using fewbit::Show;
 
 struct Attributes {
-  std::string_view format;
+  std::string_view format, activation;
   int64_t k, n, group, act, act_tile;
   bool transposed;  // x is [rows, n] and the result [rows, k]
 };
 
 struct Operands {
-  ffi::AnyBuffer x, act_scale;
+  ffi::AnyBuffer x, act_scale, bias;
 };
 
 void CheckAttributes(const Attributes& at) {
@@ -99,6 +99,25 @@ void FillResult(ffi::Result<ffi::AnyBuffer>& result, const Attributes& at, int64
   m->out = result->untyped_data();
 }
 
+// One bias for each column, padded to whole panels; then an elementwise function.
+void FillFinish(const Operands& in, const Attributes& at, bool by_entries, fewbit::Matmul* m) {
+  const std::string name(at.activation);
+  Require(fewbit::FindElementwise(name.data(), name.size(), &m->activation),
+          "there is no activation '" + name + "'; there are " + fewbit::ElementwiseNames());
+  m->bias = nullptr;
+  if (!Absent(in.bias)) {
+    const int64_t panels = (at.n + fewbit::kPanel - 1) / fewbit::kPanel;
+    fewbit::RequireShape("bias", in.bias, {}, {panels, fewbit::kPanel});
+    m->bias_type = ElementOf(in.bias.element_type(), "bias", "float32 or bfloat16");
+    Require(m->bias_type == Element::kF32 || m->bias_type == Element::kBf16,
+            "bias must be float32 or bfloat16");
+    m->bias = in.bias.untyped_data();
+  }
+  Require(!m->finishes() || !(at.transposed || by_entries || m->out_type == Element::kS32),
+          "bias and activation belong to the float results of x times one matrix: not to a "
+          "transposed product, a stack's rows, or int32 sums");
+}
+
 void Run(const fewbit::Workers& workers, const fewbit::Matmul& m, bool transposed) {
   const fewbit::Kernels& kernels = *fewbit::ChosenIsa().kernels;
   if (transposed) {
@@ -145,12 +164,13 @@ void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                     ffi::AnyBuffer scale, ffi::AnyBuffer zero, ffi::AnyBuffer tensor_scale,
-                    ffi::AnyBuffer layer, ffi::AnyBuffer act_scale,
+                    ffi::AnyBuffer layer, ffi::AnyBuffer act_scale, ffi::AnyBuffer bias,
                     ffi::Result<ffi::AnyBuffer> result, std::string_view format, int64_t k,
-                    int64_t n, int64_t group, int64_t act, int64_t act_tile, bool transposed) {
+                    int64_t n, int64_t group, int64_t act, int64_t act_tile, bool transposed,
+                    std::string_view activation) {
   return fewbit::Checked("fewbit matmul", [&] {
-    const Attributes at{format, k, n, group, act, act_tile, transposed};
-    const Operands in{x, act_scale};
+    const Attributes at{format, activation, k, n, group, act, act_tile, transposed};
+    const Operands in{x, act_scale, bias};
     fewbit::Matmul m{};
     m.format = fewbit::FormatOf(format);
     m.k = k;
@@ -165,6 +185,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                 (m.x_type == Element::kS8 && m.format->integers() && m.groups == 1),
             "an int32 result holds sums of codes: it needs int8 x, an integer format and one "
             "group");
+    FillFinish(in, at, layer.dimensions().size() != 0, &m);
     const fewbit::Workers workers = fewbit::WorkersOf(pool);
     if (layer.dimensions().size() == 0) {
       Run(workers, m, transposed);
@@ -187,6 +208,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fewbit_matmul, Multiply,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<std::string_view>("format")
                                   .Attr<int64_t>("k")
@@ -194,4 +216,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fewbit_matmul, Multiply,
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("act")
                                   .Attr<int64_t>("act_tile")
-                                  .Attr<bool>("transposed"));
+                                  .Attr<bool>("transposed")
+                                  .Attr<std::string_view>("activation"));

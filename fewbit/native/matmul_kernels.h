@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "finish.h"
+
 namespace fewbit {
 
 constexpr int kPanel = 64;        // columns of a panel
@@ -216,6 +218,7 @@ struct Kernels {
   void (*tile_dots[kMaxTileRows])(const TileDots&);
   void (*unpack_turned[kDecodings])(const UnpackTurned&);
   const ConvKernels* conv;
+  void (*finish_row)(const FinishRow&);
   void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
   void (*pack_columns)(const CodeLines&, uint8_t* panel);
   void (*dot_columns[kMaxStreamRows])(const FewRows&);

@@ -112,7 +112,7 @@ Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int plan
   plan.stream = m.rows <= kernels.stream_rows;
   plan.planes = planes;
   plan.integers = plan.planes > 1 || (codes && m.format->integers());
-  plan.folded = plan.stream && m.format->decoding > kTable4;
+  plan.folded = plan.stream && !plan.integers;
   // One group: applied to the sum at once, in the order of the XLA path.
   plan.scale_each = plan.planes == 1 && (m.x_scale_per_group || m.groups == 1);
   plan.words = plan.integers ? kernels.words[m.format->bits] : 4;

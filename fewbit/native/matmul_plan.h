@@ -34,7 +34,7 @@ struct Plan {
   bool stream;             // few rows: no unpacking
   bool scale_each;         // activation scales belong to the groups' sums
   int planes;              // rows of integers that a row of floats is made of, or 1
-  bool folded;             // fp8's bias is a factor of the rows, not of every weight
+  bool folded;             // rows have a factor: fp8's bias, or what keeps sums in range
   int words;               // int32 words of an activation quad; floats: 4
   int64_t quads, panels;
   std::vector<int64_t> segment_quads;   // [segments + 1]

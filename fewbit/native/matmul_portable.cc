@@ -5,6 +5,6 @@
 
 namespace fewbit {
 
-const Kernels kPortableKernels = MakeKernels<Portable>("portable", &kPortableConvKernels);
+const Kernels kPortableKernels = MakeKernels<Portable>("portable", &kPortableConvKernels, FinishPortable);
 
 }  // namespace fewbit

@@ -40,7 +40,8 @@ void QuantizeOneRow(const QuantizeRow& r) {
   }
 
 template <class T>
-constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv) {
+constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
+                              void (*finish)(const FinishRow&)) {
   return Kernels{
       name,
       T::kStreamRows,
@@ -96,6 +97,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv) {
        UnpackTurnedOf<T, 4>, UnpackTurnedOf<T, 5>, UnpackTurnedOf<T, 6>, UnpackTurnedOf<T, 7>,
        UnpackTurnedOf<T, 8>, UnpackTurnedOf<T, 9>, UnpackTurnedOf<T, 10>},
       conv,
+      finish,
       PackRows,
       PackColumns,
       {DotColumns<T, 1>, DotColumns<T, 2>, DotColumns<T, 3>, DotColumns<T, 4>},

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fewbit._qarray_panels import PanelArray
-from fewbit.kernels import SCALED
+from fewbit.kernels import SCALED, finish
 from fewbit.ops.codes import native_product, native_sums, runs_natively, sums_of_codes
 from fewbit.ops.decision import Decision, decide_dot, unwrap
 from fewbit.ops.deferred import Deferred
@@ -54,6 +54,8 @@ def dot_general(
     preferred_element_type: Any = None,
     *,
     out_sharding: Any = None,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` where each side may be an array or a QArray.
 
@@ -61,6 +63,9 @@ def dot_general(
     8-bit codes are multiplied as codes and scaled afterwards; otherwise they are dequantized first.
     A weight in panels and, on a CPU, int8 codes with int8 codes go to the native kernels.
     `describe_dot` tells which.
+
+    `bias` (of the shape of the result's last axes) is added, and `activation` ('relu', 'gelu', ...,
+    see `kernels.ACTIVATIONS`) applied: by the kernel that makes the result, if one does.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -74,13 +79,21 @@ def dot_general(
     if native is not None and out_sharding is None:
         dtype = result_dtype((lhs, rhs), preferred_element_type)
         if jnp.issubdtype(dtype, jnp.floating):
-            return run_panel_dot(native, rhs if native.side == 0 else lhs, dtype)
+            x = rhs if native.side == 0 else lhs
+            return run_panel_dot(native, x, dtype, bias=bias, activation=activation)
+    out = _dot(lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding)
+    return finish(out, bias, activation)
+
+
+def _dot(
+    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, preferred: Any, out_sharding: Any
+) -> jax.Array:
     lhs, rhs = operand(lhs), operand(rhs)
     decision = decide_dot(lhs, rhs, dimension_numbers)
     if decision.on_codes:
         if any(decision.tiles):
             _check_shapes(lhs, rhs, dimension_numbers)
-        dtype = result_dtype((lhs, rhs), preferred_element_type)
+        dtype = result_dtype((lhs, rhs), preferred)
         return _dot_on_codes(lhs, rhs, dimension_numbers, decision, dtype, out_sharding)
     if decision.arithmetic == "dequantize":
         lhs, rhs = as_floats(lhs, rhs)
@@ -89,12 +102,18 @@ def dot_general(
         rhs,
         dimension_numbers,
         precision=precision,
-        preferred_element_type=preferred_element_type,
+        preferred_element_type=preferred,
         out_sharding=out_sharding,
     )
 
 
-def describe_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
+def describe_dot(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    bias: Any = None,
+    activation: str | None = None,
+) -> str:
     """Which path `dot_general` takes for these operands; abstract values are enough.
 
     >>> import jax, jax.numpy as jnp
@@ -107,7 +126,7 @@ def describe_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> str:
     numbers = _normalise(dimension_numbers, (len(lhs.shape), len(rhs.shape)))
     native = find_panel_dot(lhs, rhs, numbers)
     if native is not None:
-        return describe_panel_dot(native, rhs if native.side == 0 else lhs)
+        return describe_panel_dot(native, rhs if native.side == 0 else lhs, bias, activation)
     lhs, rhs = (
         jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
         for q in (lhs, rhs)

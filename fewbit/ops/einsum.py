@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import opt_einsum  # type: ignore[import-untyped]
 
 from fewbit import moves
+from fewbit.kernels import finish
 from fewbit.ops.deferred import Deferred
 from fewbit.ops.dot_general import dot_general
 from fewbit.ops.scaling import as_float, held, make_spec, operand, promote, result_dtype, spec_of
@@ -27,9 +28,13 @@ def einsum(
     precision: Any = None,
     out_sharding: Any = None,
     optimize: Any = "auto",
+    bias: Any = None,
+    activation: str | None = None,
     **kwargs: Any,
 ) -> jax.Array:
     """`jnp.einsum` where every operand may be an array or a QArray.
+
+    `bias` and `activation` follow the product, as in `dot_general`.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -40,12 +45,12 @@ def einsum(
     if kwargs:
         raise TypeError(
             f"einsum got unknown arguments {sorted(kwargs)}. It takes optimize, precision, "
-            "preferred_element_type and out_sharding."
+            "preferred_element_type, out_sharding, bias and activation."
         )
     labels, output, operands = _parse(args)
     if not any(isinstance(value, QArray | Deferred) for value in operands):
         subscripts = ",".join(labels) + "->" + output
-        return jnp.einsum(
+        whole = jnp.einsum(
             subscripts,
             *operands,
             optimize=optimize,
@@ -53,6 +58,7 @@ def einsum(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
+        return finish(whole, bias, activation)
     dtype = result_dtype(operands, preferred_element_type)
     compute = promote(*(value.dtype for value in operands))
     operands = [v if isinstance(v, QArray | Deferred) else v.astype(compute) for v in operands]
@@ -64,7 +70,8 @@ def einsum(
         taken = [(operands.pop(i), labels.pop(i)) for i in sorted(chosen, reverse=True)][::-1]
         out = output if final else _kept(taken, labels, output)
         placing = out_sharding if final else None
-        operands.append(_contract(taken, out, settings, placing))
+        after = dict(bias=bias, activation=activation) if final else {}
+        operands.append(_contract(taken, out, settings, placing, after))
         labels.append(out)
     return operands[0].astype(dtype)
 
@@ -108,15 +115,23 @@ def _kept(taken: Sequence[tuple[Any, str]], waiting: Sequence[str], output: str)
 
 
 def _contract(
-    taken: Sequence[tuple[Any, str]], out: str, settings: dict[str, Any], placing: Any
+    taken: Sequence[tuple[Any, str]],
+    out: str,
+    settings: dict[str, Any],
+    placing: Any,
+    after: dict[str, Any],
 ) -> jax.Array:
     while len(taken) > 2:
         middle = _kept(taken[:2], [part for _, part in taken[2:]], out)
-        value = _pair(taken[0], taken[1], middle, settings, None)
+        value = _pair(taken[0], taken[1], middle, settings, None, {})
         taken = [(value, middle), *taken[2:]]
     if len(taken) == 1:
-        return _unary(*taken[0], out, placing)
-    return _pair(taken[0], taken[1], out, settings, placing)
+        return _finished(_unary(*taken[0], out, placing), after)
+    return _pair(taken[0], taken[1], out, settings, placing, after)
+
+
+def _finished(value: jax.Array, after: dict[str, Any]) -> jax.Array:
+    return finish(value, **after) if after else value
 
 
 def _unary(value: Any, labels: str, out: str, placing: Any = None) -> jax.Array:
@@ -126,7 +141,12 @@ def _unary(value: Any, labels: str, out: str, placing: Any = None) -> jax.Array:
 
 
 def _pair(
-    left: tuple[Any, str], right: tuple[Any, str], out: str, settings: dict[str, Any], placing: Any
+    left: tuple[Any, str],
+    right: tuple[Any, str],
+    out: str,
+    settings: dict[str, Any],
+    placing: Any,
+    after: dict[str, Any],
 ) -> jax.Array:
     left, right = _without_repeats(*left), _without_repeats(*right)
     left, right = _without_narrow(*left, *right), _without_narrow(*right, *left)
@@ -142,8 +162,10 @@ def _pair(
     if placing is not None:
         mesh, entries = spec_of(placing, len(out))
         placing = make_spec(mesh, [entries[out.index(c)] for c in produced])
+    if produced == list(out):
+        return dot_general(lhs, rhs, numbers, **settings, out_sharding=placing, **after)
     result = dot_general(lhs, rhs, numbers, **settings, out_sharding=placing)
-    return jnp.transpose(result, [produced.index(c) for c in out])
+    return _finished(jnp.transpose(result, [produced.index(c) for c in out]), after)
 
 
 def _without_repeats(value: Any, labels: str) -> tuple[Any, str]:

@@ -42,32 +42,48 @@ class PanelDot:
     summed: tuple[Atom, ...]  # the weight's summed atoms, in the activation's order
     columns: tuple[Atom, ...]  # its other atoms, in the result's order
     column_shape: tuple[int, ...]
+    x_batch: tuple[int, ...] = ()  # the axis whose entries each have their own entry of a stack
+
+    @property
+    def batched(self) -> bool:
+        return bool(self.x_batch)
+
+    def x_free(self, ndim: int) -> list[int]:
+        """The axes of x that are rows, in the order of the kernel's rows."""
+        taken = (*self.x_batch, *self.x_summed)
+        return [*self.x_batch, *(a for a in range(ndim) if a not in taken)]
 
 
 def find_panel_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> PanelDot | None:
     """The native form of a dot_general, or None; abstract operands do."""
     side = 1 if isinstance(rhs, PanelArray) else 0
     weight, other = (rhs, lhs) if side else (lhs, rhs)
-    if not isinstance(weight, PanelArray) or isinstance(other, PanelArray) or weight.lead:
+    if not isinstance(weight, PanelArray) or isinstance(other, PanelArray):
         return None
     summed, batch = dimension_numbers
-    if batch[0] or not kernels.native_available() or other.dtype.name not in _FLOATS:
+    stack = len(weight.lead)
+    if stack > 1 or tuple(batch[side]) != tuple(range(stack)):
+        return None
+    if not kernels.native_available() or other.dtype.name not in _FLOATS:
         return None
     if on_explicit_mesh(weight):
         return None
     axes, roles = weight.panels.axes, weight.panels.roles
 
     def atoms(which):
-        return tuple(atom for a in which for atom in axes[a])
+        return tuple(atom for a in which for atom in axes[a - stack])
 
-    free = [a for a in range(len(axes)) if a not in summed[side]]
+    free = [a for a in range(stack, weight.ndim) if a not in summed[side]]
     inside, outside = atoms(summed[side]), atoms(free)
     if {roles[a.axis] for a in inside} - {"k"} or {roles[a.axis] for a in outside} - {"n"}:
         return None
     if 0 in other.shape or is_placed(other):
         return None
+    if stack and not all(isinstance(size, int) for size in other.shape):
+        return None  # how many rows an entry has must be known
     shape = tuple(weight.shape[a] for a in free)
-    return PanelDot(weight, side, tuple(summed[1 - side]), inside, outside, shape)
+    x_batch = tuple(batch[1 - side])
+    return PanelDot(weight, side, tuple(summed[1 - side]), inside, outside, shape, x_batch)
 
 
 def on_explicit_mesh(weight: QArray) -> bool:
@@ -102,10 +118,22 @@ def arithmetic(dot: PanelDot, x: Any) -> str:
     return "codes" if integer and _tile_of(x, dot) is not None else "none"
 
 
-def describe(dot: PanelDot, x: Any) -> str:
+def describe(dot: PanelDot, x: Any, bias: Any = None, activation: str | None = None) -> str:
     """The plan's word for it."""
-    what = arithmetic(dot, x)
-    return "native int8" if what != "none" else "native float"
+    what = "native int8" if arithmetic(dot, x) != "none" else "native float"
+    if not finishes(dot, bias):
+        return what
+    return what + kernels.finish_text(bias, activation)
+
+
+def finishes(dot: PanelDot, bias: Any) -> bool:
+    """Whether the kernel's columns are those of the bias, so that it can add it."""
+    if dot.batched or (bias is not None and dot.side == 0):
+        return False
+    order = packed_order(dot.columns)
+    return bias is None or (
+        order == list(range(len(order))) and tuple(bias.shape) == dot.column_shape
+    )
 
 
 def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
@@ -150,13 +178,24 @@ def find_panel_ragged_dot(lhs: Any, rhs: Any, numbers: Any) -> PanelDot | None:
 
 
 def run_panel_dot(
-    dot: PanelDot, x: Any, dtype: Any, group_sizes: jax.Array | None = None
+    dot: PanelDot,
+    x: Any,
+    dtype: Any,
+    group_sizes: jax.Array | None = None,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
-    """The product, in `dtype`."""
+    """The product, in `dtype`, with what follows it."""
     what = arithmetic(dot, x)
+    if dot.batched:
+        group_sizes = _equal_sizes(dot, x.shape)
+    if not (bias is None and activation is None) and not finishes(dot, bias):
+        return kernels.finish(run_panel_dot(dot, x, dtype), bias, activation)
     settings: dict[str, Any] = dict(
         out_dtype=dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32,
         group_sizes=group_sizes,
+        bias=None if bias is None else bias.reshape(-1),
+        activation=activation,
     )
     if what == "dynamic":
         tile = dot.weight.panels.tile if x.how.tiled_axes else 0
@@ -180,9 +219,15 @@ def run_panel_dot(
     return _result(dot, out, x.shape).astype(dtype)
 
 
+def _equal_sizes(dot: PanelDot, shape: tuple[int, ...]) -> jax.Array:
+    """How many rows each entry of a stack has."""
+    free = dot.x_free(len(shape))[1:]
+    return jnp.full(dot.weight.lead, math.prod(shape[a] for a in free), jnp.int32)
+
+
 def _rows(dot: PanelDot, x: jax.Array) -> jax.Array:
     """x as [M, K], the summed axes in the order of the packed rows."""
-    free = [a for a in range(x.ndim) if a not in dot.x_summed]
+    free = dot.x_free(x.ndim)
     x = jnp.transpose(x, (*free, *dot.x_summed))
     lead = x.shape[: len(free)]
     order = packed_order(dot.summed)
@@ -194,7 +239,7 @@ def _rows(dot: PanelDot, x: jax.Array) -> jax.Array:
 
 def _row_scales(dot: PanelDot, x: QArray) -> jax.Array:
     """The scales of quantized rows as [M, groups]."""
-    free = [a for a in range(x.ndim) if a not in dot.x_summed]
+    free = dot.x_free(x.ndim)
     scale = jnp.transpose(x.scale, (*free, *dot.x_summed))
     groups = math.prod(scale.shape[len(free) :])
     lead = tuple(x.shape[a] for a in free)
@@ -204,7 +249,7 @@ def _row_scales(dot: PanelDot, x: QArray) -> jax.Array:
 
 def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Array:
     """[M, N] as the axes of the dot_general's result."""
-    lead = tuple(n for a, n in enumerate(x_shape) if a not in dot.x_summed)
+    lead = tuple(x_shape[a] for a in dot.x_free(len(x_shape)))
     order = packed_order(dot.columns)
     packed = [dot.columns[i].size for i in order]
     out = out.reshape(*lead, *packed)
@@ -214,8 +259,9 @@ def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Arra
             out, (*range(rank), *(rank + order.index(i) for i in range(len(order))))
         )
     out = out.reshape(*lead, *dot.column_shape)
-    if dot.side == 0:  # the weight's axes come first
-        out = jnp.transpose(out, (*range(rank, out.ndim), *range(rank)))
+    if dot.side == 0:  # the weight's axes come first, behind those of a batch
+        first = len(dot.x_batch)
+        out = jnp.transpose(out, (*range(first), *range(rank, out.ndim), *range(first, rank)))
     return out
 
 
