@@ -241,7 +241,9 @@ def calibrated(model, batches, rules=(STATIC,), **kwargs):
     stats = fewbit.calibrate(model, rules, batches, **kwargs)
     first = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
     q = fewbit.quantize_model(model, PtqProvider(rules), *first)
-    nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), q, stats))
+    made = fewbit.plan(model, rules, *first)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    nnx.update(q, fewbit.quantize_params(params, made, stats))
     return q, stats
 
 
@@ -332,7 +334,8 @@ rules = [fewbit.QuantizationRule(weight_qtype='int8', act_qtype='int8', act_stat
 batches = [jnp.asarray(data.train_images[i : i + 64]) for i in range(0, 512, 64)]
 stats = fewbit.calibrate(model, rules, batches)
 q = fewbit.quantize_model(model, fewbit.PtqProvider(rules), batches[0])
-nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), q, stats))
+plan = fewbit.plan(model, rules, batches[0])
+nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), plan, stats))
 x = jnp.asarray(data.test_images)
 wanted, found = (np.asarray(m(x), np.float64) for m in (model, q))
 print(np.mean(wanted.argmax(1) == data.test_labels), np.mean(found.argmax(1) == data.test_labels))
