@@ -75,7 +75,12 @@ def test_a_function_is_compiled_once_for_each_shape():
     assert set(traces) == {(4, 6), (7, 6)} and len(traces) <= 3  # the plan looks too
 
 
-@pytest.mark.parametrize("kind", list(bodies()))
+QUICK = ("cond", "while", "scan over time", "shard_map", "remat of custom_vjp")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.long) for k in bodies()]
+)
 def test_ranges_are_seen_in_any_body(kind):
     f = bodies()[kind]
     stats = fewbit.calibrate(f, [STATIC], {"w": W}, BATCHES)
@@ -221,7 +226,7 @@ def test_linen_state_rngs_and_methods():
     fewbit.quantize_params(variables["params"], made, both)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_linen_scan(wrap):
     model, x = Stack(0, wrap), normal(9, 2, 4, 6)
     rules = [STATIC.replace(act_batch_axes=(0, 1))]
@@ -256,7 +261,7 @@ def test_nnx_end_to_end():
         assert fewbit.calibrate(model, [STATIC], **given).tree == stats.tree
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nnx_scan(remat):
     model = NnxStack(nnx.Rngs(0), remat)
     q, stats = calibrated(model, BATCHES)
