@@ -73,7 +73,9 @@ print(repr(stats), float(q.act_scales['w:dot_general0']['lhs_scale'].array[0, 0]
     assert float(number) == pytest.approx(float(scale.array[0, 0]))
 
 
-@pytest.mark.parametrize("moment", range(4))
+@pytest.mark.parametrize(
+    "moment", [1, *(pytest.param(m, marks=pytest.mark.long) for m in (0, 2, 3, 4, 5))]
+)
 def test_a_killed_save_leaves_the_old_file_whole(path, moment):
     code = f"""
 import sys, fewbit

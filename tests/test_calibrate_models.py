@@ -75,7 +75,12 @@ def test_a_function_is_compiled_once_for_each_shape():
     assert set(traces) == {(4, 6), (7, 6)} and len(traces) <= 3  # the plan looks too
 
 
-@pytest.mark.parametrize("kind", list(bodies()))
+QUICK = ("cond", "while", "scan over time", "shard_map", "remat of custom_vjp")
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.long) for k in bodies()]
+)
 def test_ranges_are_seen_in_any_body(kind):
     f = bodies()[kind]
     stats = fewbit.calibrate(f, [STATIC], {"w": W}, BATCHES)
@@ -221,7 +226,7 @@ def test_linen_state_rngs_and_methods():
     fewbit.quantize_params(variables["params"], made, both)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("wrap", [pytest.param(False, marks=pytest.mark.long), True])
 def test_linen_scan(wrap):
     model, x = Stack(0, wrap), normal(9, 2, 4, 6)
     rules = [STATIC.replace(act_batch_axes=(0, 1))]
@@ -241,7 +246,9 @@ def calibrated(model, batches, rules=(STATIC,), **kwargs):
     stats = fewbit.calibrate(model, rules, batches, **kwargs)
     first = batches[0] if isinstance(batches[0], tuple) else (batches[0],)
     q = fewbit.quantize_model(model, PtqProvider(rules), *first)
-    nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), q, stats))
+    made = fewbit.plan(model, rules, *first)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    nnx.update(q, fewbit.quantize_params(params, made, stats))
     return q, stats
 
 
@@ -254,7 +261,7 @@ def test_nnx_end_to_end():
         assert fewbit.calibrate(model, [STATIC], **given).tree == stats.tree
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.long), True])
 def test_nnx_scan(remat):
     model = NnxStack(nnx.Rngs(0), remat)
     q, stats = calibrated(model, BATCHES)
@@ -332,7 +339,8 @@ rules = [fewbit.QuantizationRule(weight_qtype='int8', act_qtype='int8', act_stat
 batches = [jnp.asarray(data.train_images[i : i + 64]) for i in range(0, 512, 64)]
 stats = fewbit.calibrate(model, rules, batches)
 q = fewbit.quantize_model(model, fewbit.PtqProvider(rules), batches[0])
-nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), q, stats))
+plan = fewbit.plan(model, rules, batches[0])
+nnx.update(q, fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model, nnx.Param)), plan, stats))
 x = jnp.asarray(data.test_images)
 wanted, found = (np.asarray(m(x), np.float64) for m in (model, q))
 print(np.mean(wanted.argmax(1) == data.test_labels), np.mean(found.argmax(1) == data.test_labels))

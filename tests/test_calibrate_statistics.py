@@ -49,7 +49,7 @@ def test_asymmetric_ranges():
     np.testing.assert_allclose(stat["max_of_max"], max(r.max() for r in high), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axes", [(0,), (0, 1), (1,), (-3,), ()])
+@pytest.mark.parametrize("axes", [(0, 1), (-3,), ()])
 def test_batch_axes(axes):
     batches = [normal(i, 2, 3, 6) for i in range(2)]
     stat = lhs(collect(STATIC.replace(act_batch_axes=axes), batches))
@@ -132,7 +132,7 @@ def test_histograms_count_every_value():
     np.testing.assert_array_equal(stat["histogram"].ravel(), wanted)
 
 
-@pytest.mark.parametrize("percent", [50, 90, 99, 99.9, 100])
+@pytest.mark.parametrize("percent", [50, 99.9, 100])
 def test_percentiles_over_all_batches(percent):
     rule = STATIC.replace(act_calibration_method=f"percentile,{percent}")
     batches = [normal(i, 64, 6) * (1 + 4 * (i == 2)) for i in range(4)]
