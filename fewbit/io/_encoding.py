@@ -71,7 +71,7 @@ class Encoding:
     def problem(self) -> str | None:
         """What contradicts itself, for an encoding that was read from a file."""
         if self.dtype not in KNOWN_DTYPES:
-            return f"dtype {self.dtype!r} is not known"
+            return f"dtype {self.dtype[:40]!r} is not known"
         full = dtype_bits(KNOWN_DTYPES[self.dtype])
         narrow = KNOWN_DTYPES[self.dtype].itemsize == 1 and self.dtype != "bool"
         if self.kind == "plain":

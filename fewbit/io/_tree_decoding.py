@@ -43,8 +43,8 @@ class TreeDecoder:
 
         def leaf(path: str, node: Any) -> Any:
             if "opaque" in node:
-                what = str(node["opaque"])
-                raise CheckpointError(self.path, _MSG_OPAQUE.format(what=what, path=path))
+                what = str(node["opaque"])[:100]
+                raise CheckpointError(self.path, _MSG_OPAQUE.format(what=what, path=path[:200]))
             return read(path)
 
         return self._walk(self._tree, "", leaf, 0, checking=False)
@@ -90,7 +90,7 @@ class TreeDecoder:
                 raise self._bad(path, "class and children", value)
             if not checking:
                 name = cut(str(value["class"])).strip("'")
-                raise CheckpointError(self.path, _MSG_CUSTOM.format(kind=name, path=path))
+                raise CheckpointError(self.path, _MSG_CUSTOM.format(kind=name, path=path[:200]))
             for key, child in value["children"].items():
                 inside(child, key)
             return None

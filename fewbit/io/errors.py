@@ -29,11 +29,16 @@ class CheckpointError(ValueError):
     ):
         self.path, self.tensor = os.fspath(path), tensor
         self.expected, self.found = expected, found
-        where = self.path if tensor is None else f"{self.path}: tensor {tensor!r}"
+        # A file may hold any name, of any length.
+        where = self.path if tensor is None else f"{self.path}: tensor {_short(tensor)!r}"
         text = f"{where} {what}"
         if expected is not None:
             text += ": " + _MSG_DIFFERS.format(expected=expected, found=found)
         super().__init__(f"{text}. {fix}".rstrip() if fix else f"{text}.")
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 200 else f"{name[:100]}...{name[-97:]}"
 
 
 def cut(value: Any, length: int = 60) -> str:
