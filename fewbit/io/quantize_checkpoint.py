@@ -19,16 +19,18 @@ from fewbit._version import __version__
 from fewbit.io import _manifest
 from fewbit.io._folder import _MSG_BUSY as _FOLDER_BUSY
 from fewbit.io._folder import Folder
-from fewbit.io._leaf_stream import Piece, stream_leaf
+from fewbit.io._leaf_stream import Piece, stream_leaf, write_ready
 from fewbit.io._partial import Partial, writer_of
 from fewbit.io._stream_progress import StreamProgress
-from fewbit.io._tree import Leaf, TreeEncoder
+from fewbit.io._tree import Leaf, TreeEncoder, leaf_arrays
 from fewbit.io.errors import CheckpointError
 from fewbit.io.inspecting import CheckpointInfo, inspect
 from fewbit.io.names import Target, map_names, turned
 from fewbit.io.saving import SHARD_BYTES, into_shards, shard_digest
 from fewbit.io.stream_sources import Source, open_source
 from fewbit.qarray import WithAux, quantize_with
+from fewbit.static_scales import QuantizedParams
+from fewbit.static_statistics import add_scales
 
 PARTIAL = ".partial"
 
@@ -58,6 +60,7 @@ def quantize_checkpoint(
     plan: Plan,
     names: Iterable[Sequence[Any]] | None = None,
     *,
+    quant_stats: Any = None,
     progress: bool = True,
     resume: bool = True,
     shard_size: int = SHARD_BYTES,
@@ -74,6 +77,9 @@ def quantize_checkpoint(
     (`fewbit.io.names` says more.) The result is the same, byte for byte, as that of
     `fewbit.save(dst, fewbit.quantize_params(params, plan), plan)`, with memory for a slice, or for
     a whole parameter where its format has one range for all of it.
+
+    `quant_stats` are statistics of calibration, as `quantize_params` takes them; without them only
+    weights are quantized.
 
     A run that was killed goes on where it was when it is called again with the same inputs, with
     the same bytes in the end; until then `dst` is what it was, and `<dst>.partial` holds what is
@@ -103,9 +109,13 @@ def quantize_checkpoint(
         if os.path.realpath(target) == os.path.realpath(source.path):
             raise CheckpointError(target, _MSG_SAME)
         encoder = TreeEncoder()
-        node = encoder.node(_abstract_tree(plan))
-        pieces = _pieces(source, plan, names, encoder.leaves)
+        tree = _with_scales(_abstract_tree(plan), plan, quant_stats)
+        node = encoder.node(tree)
+        root = "params/" if isinstance(tree, QuantizedParams) else ""
+        pieces = _pieces(source, plan, names, encoder.leaves, root)
         identity = _identity(source, plan, names, shard_size, seed)
+        if quant_stats is not None:
+            identity["quant_stats"] = _digest([p for p in pieces if isinstance(p, Leaf)])
         tensors = [tensor for leaf in encoder.leaves for tensor in leaf.tensors]
         groups = into_shards(tensors, shard_size)
         with (
@@ -121,20 +131,25 @@ def quantize_checkpoint(
 
 
 def _run(
-    pieces: Sequence[Piece],
+    pieces: Sequence[Piece | Leaf],
     source: Source,
     partial: Partial,
     leaves: Sequence[Leaf],
     show: bool,
 ) -> None:
     first = partial.begin_at(leaves)
-    sizes = [sum(source.nbytes(name) for name in piece.sources) for piece in pieces]
+    sizes = [
+        0 if isinstance(piece, Leaf) else sum(map(source.nbytes, piece.sources)) for piece in pieces
+    ]
     bar = StreamProgress("Quantizing", sum(sizes), show)
     bar.skip(sum(sizes[:first]))
     # One thread per core beside this one, which hashes and writes.
     with bar, ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1)) as pool:
         for piece, size in zip(pieces[first:], sizes[first:], strict=True):
-            stream_leaf(piece, source, partial.append, pool)
+            if isinstance(piece, Leaf):
+                write_ready(piece, partial.append)
+            else:
+                stream_leaf(piece, source, partial.append, pool)
             bar.advance(size)
 
 
@@ -211,7 +226,36 @@ def _abstract_tree(plan: Plan) -> Any:
     return tree
 
 
-def _pieces(source: Source, plan: Plan, names: Any, stored: Sequence[Leaf]) -> list[Piece]:
+def _with_scales(tree: Any, plan: Plan, quant_stats: Any) -> Any:
+    """The tree with the static scales that statistics give, which are small and made at once."""
+    if quant_stats is None:
+        return tree
+    paths = [leaf.path for leaf in plan.leaves]
+    return add_scales(
+        tree,
+        {scale.name: scale for scale in plan.scales},
+        quant_stats,
+        by_site=plan.kind == "function",
+        whole=True,
+        allow_extra=False,
+        present=paths,
+        known=paths,
+    )
+
+
+def _digest(leaves: Sequence[Leaf]) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        for array in leaf_arrays(leaf.value):
+            total.update(repr((leaf.path, array.dtype.name, array.shape)).encode())
+            total.update(array.tobytes())
+    return total.hexdigest()
+
+
+def _pieces(
+    source: Source, plan: Plan, names: Any, stored: Sequence[Leaf], root: str
+) -> list[Piece | Leaf]:
+    """Every leaf of the result, with its sources, or as it is if it has none."""
     targets = {t.path: t for t in map_names(source.path, list(source.names), names)}
     planned = {leaf.path: leaf for leaf in plan.leaves}
     missing = [path for path in planned if path not in targets]
@@ -230,7 +274,12 @@ def _pieces(source: Source, plan: Plan, names: Any, stored: Sequence[Leaf]) -> l
             _MSG_EXTRA.format(count=len(found), names=_some(found)),
             fix=_FIX_EXTRA.format(near=_near(extra[0], [])),
         )
-    return [_piece(source, planned[leaf.path], targets[leaf.path], leaf) for leaf in stored]
+    pieces: list[Piece | Leaf] = []
+    for leaf in stored:
+        path = leaf.path.removeprefix(root)
+        known = path in planned
+        pieces.append(_piece(source, planned[path], targets[path], leaf) if known else leaf)
+    return pieces
 
 
 def _piece(source: Source, plan: LeafPlan, target: Target, stored: Leaf) -> Piece:
