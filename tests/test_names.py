@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 
 import flax.linen as nn
 import jax
@@ -35,6 +36,20 @@ def close(x):
 
 def float_params_of_a_layer():
     return len(nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), fewbit.float_params())) == 2
+
+
+def saved_and_loaded():
+    with tempfile.TemporaryDirectory() as folder:
+        info = fewbit.save(f"{folder}/m", quantized_params())
+        found = fewbit.load(f"{folder}/m", lazy=False).params["w"]
+        same = info == fewbit.inspect(f"{folder}/m") and fewbit.verify(f"{folder}/m").ok
+    return same and jnp.allclose(fewbit.dequantize(found), W, atol=0.01)
+
+
+def raises_for(read):
+    with pytest.raises(fewbit.CheckpointError, match="does not exist"):
+        read("nowhere")
+    return True
 
 
 # A tiny check for each name that works.
@@ -101,6 +116,11 @@ WORKS = {
     "split_trainable": lambda: fewbit.split_trainable({"w": q(), "b": X})[0]["w"] is None,
     "merge_trainable": lambda: fewbit.merge_trainable({"a": None}, {"a": 1}) == {"a": 1},
     "float_params": float_params_of_a_layer,
+    "save": lambda: saved_and_loaded(),
+    "load": lambda: issubclass(fewbit.CheckpointError, Exception) and raises_for(fewbit.load),
+    "inspect": lambda: raises_for(fewbit.inspect),
+    "verify": lambda: raises_for(fewbit.verify),
+    "CheckpointError": lambda: issubclass(fewbit.CheckpointError, ValueError),
     "rules_to_json": lambda: list(fewbit.rules_from_json(fewbit.rules_to_json(RULES))) == RULES,
     "rules_from_json": lambda: not fewbit.rules_from_json("[]"),
     "rules_to_yaml": lambda: list(fewbit.rules_from_yaml(fewbit.rules_to_yaml(RULES))) == RULES,

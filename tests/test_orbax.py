@@ -2,19 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from checkpoints import PARAMS, W4, X, assert_same, mlp, quantized_mlp, static_mlp, weight
 from flax import nnx
 
 import fewbit
 from fewbit import PtqProvider, QuantizationRule
-
-# Orbax's own, on import and use: deprecations in it, files that its threads leave open.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:orbax.*"),
-    pytest.mark.filterwarnings("ignore::UserWarning:orbax.*"),
-]
-ocp = pytest.importorskip("orbax.checkpoint")
 
 
 def abstract(tree):

@@ -56,12 +56,16 @@ def test_codes_take_their_true_width(bits, rows, length, seed):
     pieces = [piece.reshape(-1) for piece in pack_pieces(codes, bits)]
     packed = np.concatenate(pieces) if pieces else np.zeros(0, np.uint8)
     assert packed.tolist() == [byte for row in codes for byte in slow_pack(row, bits)]
-    if rows:
-        assert (
-            packed.tolist() == np.asarray(pack_bits(jnp.asarray(codes), bits)).reshape(-1).tolist()
-        )
     back = unpack(packed.reshape(rows, -(-length * bits // 8)), bits, length, np.int8)
     assert back.tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("bits", range(1, 8))
+def test_files_and_arrays_are_packed_alike(bits):
+    codes = np.random.default_rng(bits).integers(-(2 ** (bits - 1)), 2 ** (bits - 1), (3, 21))
+    codes = codes.astype(np.int8)
+    packed = np.concatenate(list(pack_pieces(codes, bits)))
+    assert packed.tolist() == np.asarray(pack_bits(jnp.asarray(codes), bits)).reshape(-1).tolist()
 
 
 def test_long_rows_are_packed_in_pieces_that_join():
@@ -530,6 +534,7 @@ def peak(code):
     return int(done.stdout)
 
 
+@pytest.mark.long
 def test_loading_and_saving_hold_one_leaf_beside_the_tree(tmp_path):
     """24 leaves of 4M codes: 4 MB each as one-byte codes, 2 MB in panels or files."""
     save = f"""

@@ -120,17 +120,25 @@ class Folder:
             self._made_folder = True
         self._lock = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take_lock()
             others = [n for n in sorted(os.listdir(self.path)) if not is_ours(n)]
             if others and _manifest.FILE not in others:
                 shown = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
                 raise CheckpointError(self.path, _MSG_FOREIGN.format(names=shown))
             self.clean(self._named())
-        except BaseException as error:
+        except BaseException:
             os.close(self._lock)
-            if isinstance(error, OSError) and error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise CheckpointError(self.path, _MSG_BUSY) from None
             raise
+
+    def _take_lock(self) -> None:
+        """The lock ends with the process, however it ends. Some network disks have none."""
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(self.path, _MSG_BUSY) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:

@@ -13,8 +13,8 @@ from jax.sharding import Sharding
 
 from fewbit._errors import describe
 from fewbit._plan import Plan
-from fewbit.io._folder import manifest_bytes, read_manifest
-from fewbit.io._manifest import Manifest
+from fewbit.io._folder import manifest_bytes
+from fewbit.io._manifest import FILE, Manifest, from_bytes
 from fewbit.io._read_leaf import LeafReader, Placement
 from fewbit.io._tree import flax_trees, map_leaves
 from fewbit.io._tree_decoding import TreeDecoder
@@ -174,7 +174,7 @@ def _open(path: str) -> tuple[Manifest, list[SafetensorsFile]]:
     """The manifest and its shards. A save that ends in between is seen and followed."""
     while True:
         before = manifest_bytes(path)
-        manifest = read_manifest(path)
+        manifest = from_bytes(os.path.join(path, FILE), before)
         try:
             return manifest, [SafetensorsFile(os.path.join(path, n)) for n, _ in manifest.shards]
         except CheckpointError:
