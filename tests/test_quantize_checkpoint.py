@@ -253,6 +253,21 @@ def test_an_nnx_model(tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 
 
+def test_static_scales_come_from_statistics(tmp_path):
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    params = {"w": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
+    static = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    plan = fewbit.plan(f, [static], params, jnp.ones((1, 32)))
+    stat = {"count": jnp.array(1), "sum_of_absmax": jnp.full((1, 1), 3.0)}
+    stats = {"w:dot_general0": {"lhs": stat | {"max_of_absmax": jnp.full((1, 1), 3.0)}}}
+    write_file(tmp_path / "a.safetensors", params)
+    fewbit.quantize_checkpoint(
+        tmp_path / "a.safetensors", tmp_path / "out", plan, quant_stats=stats
+    )
+    fewbit.save(tmp_path / "wanted", fewbit.quantize_params(params, plan, stats), plan)
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+
 def test_odd_parameters_pass_through(tmp_path):
     """A scalar, an empty array, integers and a transposed table that stays float."""
     f = lambda params, x: x @ params["w"] * params["scale"]  # noqa: E731

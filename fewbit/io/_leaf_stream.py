@@ -82,6 +82,12 @@ def stream_leaf(piece: Piece, source: Source, append: Append, pool: Executor) ->
         _Sliced(piece, source, append, pool, cut, turned, perm).run()
 
 
+def write_ready(leaf: Leaf, append: Append) -> None:
+    """Give the bytes of a leaf whose value is at hand, such as a static scale."""
+    for tensor, array in zip(leaf.tensors, leaf_arrays(leaf.value), strict=True):
+        _append_array(append, tensor, array)
+
+
 class _Sliced:
     """A quantized parameter, slice by slice; `tiles` and `perm` speak of the source's axes."""
 

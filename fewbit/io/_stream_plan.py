@@ -1,0 +1,119 @@
+"""What a plan's parameters are made of: tensors of a source, matched by name, shape and type."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from itertools import permutations
+from typing import Any
+
+import jax
+
+from fewbit._plan import LeafPlan, Plan
+from fewbit.io._leaf_stream import Piece
+from fewbit.io._tree import Leaf
+from fewbit.io.errors import CheckpointError
+from fewbit.io.names import Target, map_names, turned
+from fewbit.io.stream_sources import Source
+from fewbit.qarray import WithAux, quantize_with
+
+_MSG_MISSING = "has no tensor for {count} of the plan's parameters: {paths}"
+_FIX_MISSING = "{near}Map names to parameters: names=[(pattern, replacement), ...]."
+_MSG_EXTRA = "has {count} tensors that the plan does not know: {names}"
+_FIX_EXTRA = "{near}Map them with names=..., or leave them out: names=[..., (pattern, None)]."
+_MSG_SHAPE = "has a shape that parameter {path!r} does not"
+_FIX_TURNED = (
+    "It looks transposed: add 'T' to its entry in names, (pattern, replacement, 'T'){axes}."
+)
+_FIX_SHAPE = "The plan was made for another model or other sizes."
+_MSG_DTYPE = "is {dtype}, and a weight to be quantized is float"
+_FIX_DTYPE = "For a checkpoint that is quantized already see fewbit.read_checkpoint."
+FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def abstract_tree(plan: Plan) -> Any:
+    """The quantized parameters as a tree of shapes, nested as the paths say."""
+    tree: dict[Any, Any] = {}
+    for leaf in plan.leaves:
+        # NNX has integers for the items of a list; everything else has strings.
+        parts = [int(p) if plan.kind == "nnx" and p.isdigit() else p for p in leaf.path.split("/")]
+        place = tree
+        for part in parts[:-1]:
+            place = place.setdefault(part, {})
+        value: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if leaf.how is not None:
+            how = leaf.how
+            q = jax.eval_shape(lambda x, how=how: quantize_with(x, how), value)
+            value = WithAux(q, how.replace(rule=leaf.rule))
+        place[parts[-1]] = value
+    return tree
+
+
+def find_pieces(
+    source: Source, plan: Plan, names: Any, stored: Sequence[Leaf], root: str
+) -> list[Piece | Leaf]:
+    """Every leaf of the result, with its sources, or as it is if it has none."""
+    targets = {t.path: t for t in map_names(source.path, list(source.names), names)}
+    planned = {leaf.path: leaf for leaf in plan.leaves}
+    missing = [path for path in planned if path not in targets]
+    extra = [path for path in targets if path not in planned]
+    if missing:
+        sources = [name for path in extra for name in targets[path].sources]
+        raise CheckpointError(
+            source.path,
+            _MSG_MISSING.format(count=len(missing), paths=_some(missing)),
+            fix=_FIX_MISSING.format(near=_near(missing[0], [*extra, *sources])),
+        )
+    if extra:
+        found = [name for path in extra for name in targets[path].sources]
+        raise CheckpointError(
+            source.path,
+            _MSG_EXTRA.format(count=len(found), names=_some(found)),
+            fix=_FIX_EXTRA.format(near=_near(extra[0], [])),
+        )
+    pieces: list[Piece | Leaf] = []
+    for leaf in stored:
+        path = leaf.path.removeprefix(root)
+        known = path in planned
+        pieces.append(_piece(source, planned[path], targets[path], leaf) if known else leaf)
+    return pieces
+
+
+def _piece(source: Source, plan: LeafPlan, target: Target, stored: Leaf) -> Piece:
+    for name in target.sources:
+        if plan.how is not None and source.dtype(name) not in FLOATS:
+            what = _MSG_DTYPE.format(dtype=source.dtype(name))
+            raise CheckpointError(source.path, what, tensor=name, fix=_FIX_DTYPE)
+        shape = source.shape(name)
+        try:
+            perm = turned(shape, target.axes)
+        except ValueError as error:
+            raise CheckpointError(source.path, f"cannot be turned: {error}", tensor=name) from None
+        found = shape if perm is None else tuple(shape[axis] for axis in perm)
+        wanted = plan.shape[len(target.stack) :]
+        if found != wanted or target.stack != plan.shape[: len(target.stack)]:
+            raise CheckpointError(
+                source.path,
+                _MSG_SHAPE.format(path=plan.path),
+                tensor=name,
+                expected=plan.shape,
+                found=(*target.stack, *found),
+                fix=_shape_fix(found, wanted),
+            )
+    return Piece(plan, stored, target.sources, target.stack, perm)
+
+
+def _shape_fix(found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    if found == wanted or sorted(found) != sorted(wanted):
+        return _FIX_SHAPE
+    axes = next(p for p in permutations(range(len(found))) if tuple(found[a] for a in p) == wanted)
+    return _FIX_TURNED.format(axes="" if len(found) == 2 else f", or {axes} in place of 'T'")
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:4]) + (", ..." if len(items) > 4 else "")
+
+
+def _near(path: str, others: Iterable[str]) -> str:
+    close = difflib.get_close_matches(path, list(others), 2, cutoff=0.4)
+    return f"The nearest to {path} are {', '.join(close)}. " if close else ""
