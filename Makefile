@@ -51,6 +51,7 @@ demo: .venv  ## a small model, quantized
 test: .venv  ## the quick tests and the doctests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long"
 
+# The report page is opened in a real browser if there is one (Debian: chromium).
 test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
 	$(BIN)/python tests/run_all.py --workers $(WORKERS)
 

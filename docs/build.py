@@ -82,7 +82,7 @@ def main():
     pages = sorted(DOCS.glob("*.md"))
     for page in pages:
         write_page(page, title_of(page))
-    for picture in DOCS.glob("*.svg"):
+    for picture in (*DOCS.glob("*.svg"), *DOCS.glob("*.png")):
         shutil.copy(picture, SITE)
     items = "\n".join(
         f'<li><a href="{page.stem}.html">{html.escape(title_of(page))}</a></li>' for page in pages

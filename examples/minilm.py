@@ -180,9 +180,7 @@ def quantize(model: Encoder, name: str, tokens: jax.Array) -> Encoder:
     return fewbit.quantize_model(model, fewbit.PtqProvider(rules(name)), tokens)
 
 
-def quantize_static(
-    model: Encoder, tokens: jax.Array, calibration: Sequence[jax.Array]
-) -> Encoder:
+def quantize_static(model: Encoder, tokens: jax.Array, calibration: Sequence[jax.Array]) -> Encoder:
     """The same with ranges of the activations seen on other sentences."""
     import fewbit
 

@@ -7,8 +7,9 @@ import importlib.metadata
 from typing import Any
 
 import fewbit
-from fewbit import debug, kernels
+from fewbit import _text, debug, kernels
 from fewbit._cli_model import Misuse, load_model, load_names, load_rules
+from fewbit.io.quantize_checkpoint import check_source, quantize_checkpoint
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "keras", "keras-hub")
 _MSG_NO_PLAN = (
@@ -38,14 +39,13 @@ def quantize(args: argparse.Namespace) -> int:
     """Stream a checkpoint through a plan; with --dry-run show the plan and check the source."""
     names = load_names(args.names)
     made = _plan(args)[0]
-    options = dict(names=names, progress=not args.quiet)
     if args.dry_run:
         print(made)
-        fewbit.check_checkpoint(args.source, made, names=names)
-        print(f"\n{args.source} has every parameter of the plan; nothing was written (--dry-run)")
+        read = _text.human_bytes(check_source(args.source, made, names))
+        print(f"\n{args.source} has every parameter of the plan, {read}; nothing was written.")
         return 0
-    fewbit.quantize_checkpoint(args.source, args.target, made, **options)
-    print(fewbit.inspect(args.target).summary)
+    info = quantize_checkpoint(args.source, args.target, made, names, progress=not args.quiet)
+    print(info.summary)
     return 0
 
 
@@ -70,9 +70,7 @@ def report(args: argparse.Namespace) -> int:
         raise ValueError(_MSG_NO_PLAN.format(path=args.checkpoint))
     comparison = None if args.model is None else _compare(args.model, loaded)
     title = args.title or f"Quantization of {args.checkpoint}"
-    path = debug.html_report(
-        args.output, plan=loaded.plan, comparison=comparison, title=title
-    )
+    path = debug.html_report(args.output, plan=loaded.plan, comparison=comparison, title=title)
     if comparison is not None:
         print(comparison)
     print(f"wrote {path}")
@@ -95,9 +93,7 @@ def _compare(text: str, loaded: Any) -> Any:
         return debug.compare(model, quantized, inputs)
     quantized = fewbit.quantize_model(model, provider)
     params, *batch = inputs
-    return debug.compare(
-        model, quantized, tuple(batch), params=params, qparams=loaded.params
-    )
+    return debug.compare(model, quantized, tuple(batch), params=params, qparams=loaded.params)
 
 
 def doctor() -> int:

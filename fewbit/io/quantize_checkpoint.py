@@ -116,6 +116,24 @@ def quantize_checkpoint(
     return inspect(target)
 
 
+def check_source(
+    src: str | os.PathLike[str], plan: Plan, names: Iterable[Sequence[Any]] | None = None
+) -> int:
+    """Whether `quantize_checkpoint` would find every parameter; the bytes that it would read.
+
+    Names, shapes and types are compared, numbers are not read, nothing is written.
+    """
+    names = None if names is None else [tuple(entry) for entry in names]
+    source = open_source(src)
+    try:
+        encoder = TreeEncoder()
+        encoder.node(_abstract_tree(plan))
+        pieces = _pieces(source, plan, names, encoder.leaves)
+        return sum(source.nbytes(name) for piece in pieces for name in piece.sources)
+    finally:
+        source.close()
+
+
 def _run(
     pieces: Sequence[Piece | Leaf],
     source: Source,

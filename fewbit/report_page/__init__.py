@@ -3,7 +3,7 @@
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from fewbit._atomic import write_atomically
 from fewbit._plan import Plan
@@ -41,8 +41,11 @@ def html_report(
 
 
 def _write_whole(target: pathlib.Path, data: bytes) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(data)
+
     try:
-        write_atomically(target, lambda file: file.write(data))
+        write_atomically(target, write)
     except OSError as error:
         why = error.strerror or str(error)
         raise type(error)(error.errno, _MSG_PLACE.format(path=target, why=why)) from error

@@ -43,7 +43,7 @@ def summary(plan: Plan | None, comparison: Comparison | None) -> Markup:
         out = comparison.output
         exact = decibels(out.sqnr)
         unit = "" if exact == "exact" else " dB"
-        tiles.append(("Output against float", exact + unit, f"cosine {out.cosine:.5f}"))
+        tiles.append(("Output", exact + unit, f"against float, cosine {out.cosine:.4f}"))
         if out.agreement is not None:
             tiles.append(("Same argmax", f"{out.agreement:.1%}", "of the batch's rows"))
     shown = tag(
