@@ -44,7 +44,10 @@ def quantize(args: argparse.Namespace) -> int:
         read = _text.human_bytes(check_source(args.source, made, names))
         print(f"\n{args.source} has every parameter of the plan, {read}; nothing was written.")
         return 0
-    info = quantize_checkpoint(args.source, args.target, made, names, progress=not args.quiet)
+    stats = None if args.stats is None else fewbit.Statistics.load(args.stats)
+    info = quantize_checkpoint(
+        args.source, args.target, made, names, quant_stats=stats, progress=not args.quiet
+    )
     print(info.summary)
     return 0
 

@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--names", metavar="FILE", help="YAML list of [pattern, replacement]: theirs to ours"
     )
+    quantize.add_argument(
+        "--stats", metavar="FILE", help="ranges for act_static_scale, from Statistics.save"
+    )
     quantize.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     quantize.add_argument("--quiet", action="store_true", help="no progress bar")
     quantize.set_defaults(run=_commands.quantize)

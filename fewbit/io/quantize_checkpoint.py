@@ -127,9 +127,10 @@ def check_source(
     source = open_source(src)
     try:
         encoder = TreeEncoder()
-        encoder.node(_abstract_tree(plan))
-        pieces = _pieces(source, plan, names, encoder.leaves)
-        return sum(source.nbytes(name) for piece in pieces for name in piece.sources)
+        encoder.node(abstract_tree(plan))
+        pieces = find_pieces(source, plan, names, encoder.leaves, "")
+        read = [name for piece in pieces if isinstance(piece, Piece) for name in piece.sources]
+        return sum(map(source.nbytes, read))
     finally:
         source.close()
 
