@@ -100,8 +100,9 @@ class Interpreter:
     def chain(self, node: Node, i: int, ins: list[Any]) -> Chain | None:
         """What a kernel can do together with the product of equation `i`, if one will run it."""
         packed = any(is_weight(v) and isinstance(v.array, PanelArray) for v in ins)
-        if not packed or i not in node.sites or not self.finishes(node.sites[i]):
-            return None
+        site = node.sites.get(i)
+        if not packed or site is None or not self.finishes(site) or self.taps.wants(site):
+            return None  # a tap reads the product itself
         return find_chains(node.jaxpr).get(i)
 
     def is_active(self, node: Node) -> bool:
