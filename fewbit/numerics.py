@@ -125,11 +125,9 @@ def convert_to(array: jax.Array, qtype: QType, noise_fn: NoiseFn | None = None) 
         return array.astype(row.storage)
     if noise is not None:
         array = array + noise
-    array = jnp.round(array)
-    if not row.native:
-        array = jnp.clip(array, *get_asymmetric_bound(row))
-    # The cast of a float to a native integer saturates in XLA, on the exact range.
-    return array.astype(row.storage)
+    # Saturated before the cast: where the codes go straight back to floats and into a sum, XLA's CPU
+    # compiler drops the two casts, and with them the saturation of the first.
+    return jnp.clip(jnp.round(array), *get_asymmetric_bound(row)).astype(row.storage)
 
 
 def _round_on_grid(array: jax.Array, noise: jax.Array, dtype: np.dtype) -> jax.Array:

@@ -168,6 +168,16 @@ def test_mse_finds_the_clip_with_the_least_error():
     assert squared_error(x, found) < 0.9 * squared_error(x, x.max())
 
 
+@pytest.mark.parametrize("qtype", ["int8", "int6", "fp8"])
+def test_mse_is_never_worse_than_the_whole_range(qtype):
+    x = jax.random.normal(jax.random.key(0), (512, 64))
+    errors = []
+    for method in ("absmax", "mse"):
+        array = fewbit.quantize(x, qtype, calibration_method=method)
+        errors.append(np.square(F64(x) - F64(fewbit.dequantize(array))).sum())
+    assert errors[1] <= errors[0] * 1.0001
+
+
 def test_mse_and_percentile_can_be_averaged_over_batches():
     for method, of in (
         ("percentile,90", lambda x: np.quantile(np.abs(x), 0.9, axis=1)),

@@ -106,6 +106,15 @@ def test_eager_and_jit_agree_and_abstract_works(name):
     assert jax.vmap(lambda x: convert_to(x, name))(x.reshape(4, 16)).shape == (4, 16)
 
 
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "int16", "float8_e4m3fn"])
+def test_codes_saturate_where_a_sum_takes_them_at_once(name):
+    """A compiler may drop a cast and the one back; the sum is large enough to be one kernel."""
+    x = jax.random.normal(jax.random.key(0), (20_000,)) * 1e5
+    codes = np.asarray(convert_to(x, name)).astype(np.float64)
+    found = jax.jit(lambda x: jnp.sum(jnp.square(convert_from(convert_to(x, name), name))))(x)
+    np.testing.assert_allclose(found, np.sum(codes**2), rtol=1e-3)
+
+
 def test_scale_types_decode_under_jit():
     for dtype in ("float8_e8m0fnu", "float8_e4m3fn"):
         x = jnp.array([0.5, 2.0, 64.0]).astype(dtype)
