@@ -284,11 +284,25 @@ def test_a_single_array_is_a_tree(tmp_path):
 
 def test_names_that_meet(tmp_path):
     tree = {"a": {"w": weight("int4")}, "a/w": jnp.ones(2), "a/w.scale": jnp.ones(1)}
-    fewbit.save(tmp_path / "m", tree)
-    with pytest.raises(CheckpointError, match="expected one leaf of this path, found 'two'"):
-        fewbit.load(tmp_path / "m")
+    with pytest.raises(ValueError, match="Two parameters have the path 'a/w': a key with a '/'"):
+        fewbit.save(tmp_path / "m", tree)  # and not when it is loaded, which is too late
+    assert not (tmp_path / "m").exists()
     del tree["a/w"]
     assert_same(round_trip(tmp_path, tree)[0], tree)
+
+
+def test_names_that_files_use_themselves(tmp_path):
+    tree = {"__metadata__": jnp.ones(2), "\x00": {"": jnp.zeros(1)}, "..": weight("int4")}
+    assert_same(round_trip(tmp_path, tree)[0], tree)
+    with pytest.raises(ValueError, match="the name is no Unicode text"):
+        fewbit.save(tmp_path / "n", {"\ud800": jnp.ones(2)})
+
+
+def test_numbers_in_the_other_byte_order(tmp_path):
+    tree = {"w": np.arange(5, dtype=">f4"), "n": np.arange(5, dtype=">i2")}
+    found, _ = round_trip(tmp_path, tree)
+    for name in tree:
+        np.testing.assert_array_equal(np.asarray(found[name]), tree[name])
 
 
 # --- into templates -------------------------------------------------------------------------------
@@ -570,6 +584,14 @@ def test_arguments_of_the_wrong_kind(tmp_path):
         fewbit.save(path, PARAMS, plan)
     with pytest.warns(UserWarning, match="down/kernel is float32, the plan says int4"):
         fewbit.save(tmp_path / "other", PARAMS, plan, strict=False)
+    product = lambda params, x: x @ params["up"]["kernel"]  # noqa: E731
+    wider = fewbit.plan(product, plan.rules, {"up": {"kernel": normal(0, 64, 256)}}, X)
+    said = r"up/kernel is int4\[64,128\] in tiles of 32 along axis 0, the plan says int4\[64,256\]"
+    with pytest.raises(ValueError, match=said):
+        fewbit.save(path, params, wider)
+    tiled = fewbit.plan(mlp, [rule.replace(tile_size=16) for rule in plan.rules], PARAMS, X)
+    with pytest.raises(ValueError, match="the plan says .* in tiles of 16 along axis 0"):
+        fewbit.save(path, params, tiled)
     with pytest.raises(ValueError, match="the keys 1, 'a' cannot be saved"):
         fewbit.save(path, {1: X, "a": X})
     with pytest.raises(ValueError, match="w: object arrays cannot be saved"):

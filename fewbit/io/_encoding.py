@@ -140,7 +140,8 @@ def decode_part(stored: np.ndarray, encoding: Encoding, index: tuple[slice, ...]
 def to_numpy(array: Any) -> np.ndarray:
     """The numbers of an array, without leaving a second copy of them behind."""
     if not isinstance(array, jax.Array):
-        return np.asarray(array)
+        array = np.asarray(array)
+        return array.astype(array.dtype.newbyteorder("="), copy=False)  # files are little-endian
     if len(array.sharding.device_set) == 1 or array.is_fully_replicated:
         return _passing(array.addressable_data(0))
     whole = np.empty(array.shape, array.dtype)

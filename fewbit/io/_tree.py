@@ -47,6 +47,11 @@ _MSG_BOX = (
 _MSG_DEEP = "{path}: the tree is nested more than {most} deep; flatten it before saving."
 _MSG_QTYPE = "{path}: this QArray has no qtype, so its codes mean nothing. Make it with one."
 _MSG_TRACED = "{path} is a traced value: save outside jit, grad and vmap."
+_MSG_TWICE = (
+    "Two parameters have the path {path!r}: a key with a '/' in it ({{'a/b': ...}}) meets nested "
+    "keys ({{'a': {{'b': ...}}}}). Parameters are found by their path; rename one of them."
+)
+_MSG_TEXT = "{path!r} cannot be saved: the name is no Unicode text (it has half a character)."
 _MSG_REMOTE = (
     "{path} lies partly on devices of other processes. Gather it first: "
     "jax.experimental.multihost_utils.process_allgather(params, tiled=True)."
@@ -86,7 +91,8 @@ class TreeEncoder:
         self.leaves: list[Leaf] = []
         self.hows: list[HowToQuantize] = []
         self._how_numbers: dict[HowToQuantize, int] = {}
-        self._names: set[str] = set()
+        self._names = {"__metadata__"}  # safetensors has a meaning of its own for it
+        self._paths: set[str] = set()
         self._tensors: list[Tensor] = []
 
     def node(self, tree: Any, path: str = "", depth: int = 0) -> Any:
@@ -119,6 +125,9 @@ class TreeEncoder:
         return {"custom": {"class": kind, "children": inside(_children(tree))}}
 
     def _leaf(self, value: Any, path: str) -> Any:
+        if path in self._paths:
+            raise ValueError(_MSG_TWICE.format(path=path))
+        self._paths.add(path)
         self._tensors = []
         node = self._value(value, path or "value", path)
         if self._tensors or set(node) & {"number", "text", "opaque"}:
@@ -182,8 +191,10 @@ class TreeEncoder:
         return {"array": self._tensor(shape, dtype, name, path, qtype)}
 
     def _tensor(self, shape: Any, dtype: Any, name: str, path: str, qtype: Any = None) -> str:
+        if not _is_text(name):
+            raise ValueError(_MSG_TEXT.format(path=path))
         wanted, number = name, 1
-        while name in self._names:  # 'a/b' beside {'a': {'b'}}
+        while name in self._names:  # 'w.scale' beside the scale of 'w'
             number += 1
             name = f"{wanted}~{number}"
         self._names.add(name)
@@ -230,6 +241,14 @@ def _checked_keys(items: Mapping[Any, Any], path: str) -> Mapping[Any, Any]:
         shown = ", ".join(repr(key)[:40] for key in list(items)[:4])
         raise ValueError(_MSG_KEYS.format(path=path or "the root", keys=shown))
     return items
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_node(value: Any) -> bool:

@@ -18,8 +18,8 @@ from fewbit.io._tree import Leaf, Tensor, TreeEncoder, leaf_arrays
 from fewbit.io.inspecting import CheckpointInfo, inspect
 from fewbit.io.safetensors_file import SafetensorsWriter, new_checksum
 from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unboxed
-from fewbit.qarray import QArray, WithAux
+from fewbit.params import is_box, unbox_parts, unboxed
+from fewbit.qarray import HowToQuantize, QArray, WithAux
 
 SHARD_BYTES = 2 * 10**9
 
@@ -240,9 +240,11 @@ def _compare(plan: Plan, leaves: Sequence[Leaf], strict: bool) -> None:
     prefix = "" if stored.keys() & planned.keys() else "params/"
     differences = []
     for path, leaf in planned.items():
-        wanted = leaf.dtype if leaf.how is None else qtype_name(leaf.how.qtype)
+        if leaf.how is None:
+            continue
         found = stored.get(prefix + path, "missing")
-        if leaf.how is not None and found != wanted:
+        wanted = _words(qtype_name(leaf.how.qtype), leaf.shape, leaf.how)
+        if found != wanted:
             differences.append(f"{path} is {found}, the plan says {wanted}")
     if not differences:
         return
@@ -258,7 +260,17 @@ def _compare(plan: Plan, leaves: Sequence[Leaf], strict: bool) -> None:
 
 def _stored_type(value: Any) -> str:
     value = unboxed(value) if is_box(value) else value
+    how = value.how if isinstance(value, WithAux) else None
     value = value.array if isinstance(value, WithAux) else value
     if isinstance(value, QArray):
-        return "unknown" if value.qtype is None else qtype_name(value.qtype)
+        value = unbox_parts(value) if is_box(value.data) else value
+        name = "unknown" if value.qtype is None else qtype_name(value.qtype)
+        return _words(name, value.shape, how)
     return str(getattr(value, "dtype", type(value).__name__))
+
+
+def _words(qtype: str, shape: Sequence[int], how: HowToQuantize | None) -> str:
+    """A quantized parameter for people, all that a plan and a file have to agree on."""
+    tiles = {} if how is None else {axis % len(shape): t for axis, t in how.tiled_axes.items()}
+    along = ", ".join(f"tiles of {tile} along axis {axis}" for axis, tile in sorted(tiles.items()))
+    return f"{qtype}[{','.join(map(str, shape))}]" + (f" in {along}" if along else "")
