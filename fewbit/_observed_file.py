@@ -50,7 +50,7 @@ def save(stats: Statistics, path: str | os.PathLike[str]) -> None:
             for observer, state in entry.states.items()
         }
         row = {"name": name, "site": entry.site, "side": entry.side, "count": put(entry.count)}
-        rows.append({**row, "states": states})
+        rows.append({**row, "method": entry.method, "states": states})
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -125,7 +125,10 @@ def _read(archive: zipfile.ZipFile, manifest: dict[str, Any], path: str) -> Stat
                 for observer, state in row["states"].items()
             }
             count = get(row["count"], f"{name} count")
-            entries[name] = Entry(row["site"], row["side"], count, states)
+            method = row.get("method")  # older files do not say
+            if method is not None and not isinstance(method, str):
+                raise TypeError(f"the method of {name} is {method!r}")
+            entries[name] = Entry(row["site"], row["side"], count, states, method)
         return Statistics(manifest["kind"], manifest["model"], int(manifest["batches"]), entries)
     except (KeyError, TypeError, AttributeError) as error:
         what = f"its manifest is not complete ({type(error).__name__}: {error})"

@@ -41,9 +41,7 @@ class Range:
 
     def observe(self, operand: Operand, state: State, array: jax.Array) -> State:
         assert operand.how is not None and operand.scale_shape is not None
-        how = operand.how
-        if operand.needs_histogram:
-            how = how.replace(calibration_method="absmax")
+        how = operand.how.replace(calibration_method=operand.range_method)
         new: State = {}
         for name, edge in calibrate(array, how).items():
             edge = edge.astype(jnp.float32)

@@ -232,6 +232,7 @@ class _Work:
                 self.operands[name].side,
                 np.asarray(total[name].count),
                 {o: total[name].value[o] for o in total[name].value if o != FINITE},
+                self.operands[name].range_method,
             )
             for name in names
             if name in total and name not in empty

@@ -125,8 +125,8 @@ def convert_to(array: jax.Array, qtype: QType, noise_fn: NoiseFn | None = None) 
         return array.astype(row.storage)
     if noise is not None:
         array = array + noise
-    # Saturated before the cast: where the codes go straight back to floats and into a sum, XLA's CPU
-    # compiler drops the two casts, and with them the saturation of the first.
+    # Saturated before the cast: where codes go straight back to floats and into a sum, XLA's CPU
+    # compiler drops both casts, and with them the saturation of the first.
     return jnp.clip(jnp.round(array), *get_asymmetric_bound(row)).astype(row.storage)
 
 

@@ -7,7 +7,7 @@ As a mapping it is what `quantize_params` takes: for Linen and NNX nested like t
 import functools
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from fewbit import _text
-from fewbit._plan import Plan
+from fewbit._methods import parse_method
+from fewbit._plan import Plan, ScalePlan
 from fewbit.observers import Observer, observer_named
 from fewbit.taps import Reading, combine_readings, over_layers
 
@@ -31,6 +32,14 @@ _MSG_OTHER_OBSERVERS = (
     "{name} was observed by {a} here and by {b} there. Merge statistics that the same observers "
     "collected with the same rules."
 )
+_MSG_OTHER_METHOD = (
+    "The statistics of {name} were collected for {found}, and the plan asks for {method!r}. "
+    "Calibrate with the rules that the model is quantized by."
+)
+_MSG_TWO_METHODS = (
+    "The statistics of {name} were collected for act_calibration_method={a!r} here and {b!r} "
+    "there. Merge statistics that were collected with the same rules."
+)
 _MSG_MERGE = "merge takes Statistics of the same model, got {found}."
 
 
@@ -38,13 +47,15 @@ _MSG_MERGE = "merge takes Statistics of the same model, got {found}."
 class Entry:
     """One operand: whose it is, how often its Site ran, and the state of each observer.
 
-    `count` and the states are numpy arrays with the layers of scans in front.
+    `count` and the states are numpy arrays with the layers of scans in front. `method` is the
+    calibration method that ranges of batches were taken by; None is not known.
     """
 
     site: str
     side: str
     count: np.ndarray
     states: Mapping[str, Mapping[str, np.ndarray]]
+    method: str | None = None
 
     @property
     def reading(self) -> Reading:
@@ -145,6 +156,10 @@ class Statistics(Mapping[str, Any]):
             if a != b:
                 raise ValueError(_MSG_OTHER_SHAPE.format(name=name, key=".".join(key), a=a, b=b))
 
+        if None not in (mine.method, other.method) and mine.method != other.method:
+            text = _MSG_TWO_METHODS.format(name=name, a=mine.method, b=other.method)
+            raise ValueError(text)
+
         def combine(a: Any, b: Any) -> Any:
             return {o: self._observer(o).merge(a[o], b[o]) for o in a}
 
@@ -159,6 +174,23 @@ class Statistics(Mapping[str, Any]):
             a, b = (f"{kind} {digest[:12]}" for kind, digest in ((self.kind, self.model), found))
             names = dict(first="the statistics", second="the plan")
             raise ValueError(_MSG_OTHER_MODEL.format(a=a, b=b, **names))
+
+    def check_methods(self, scales: Iterable[ScalePlan]) -> None:
+        """Raise if a scale is to be made by a method that other rules' statistics cannot tell."""
+        for scale in scales:
+            entry, text = self.entries.get(scale.name), scale.how.calibration_method
+            method = parse_method(text)
+            if entry is None or entry.method is None or method.name == "fixed":
+                continue
+            averaged = scale.rule is not None and scale.rule.act_static_reduction == "mean"
+            if method.name in ("percentile", "mse") and not averaged:
+                fits, found = "histogram" in entry.states, f"{entry.method!r}, without a histogram"
+            else:
+                fits, found = parse_method(entry.method) == method, repr(entry.method)
+            if not fits:
+                raise ValueError(
+                    _MSG_OTHER_METHOD.format(name=scale.name, found=found, method=text)
+                )
 
     # --- files ------------------------------------------------------------------------------------
 

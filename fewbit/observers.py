@@ -66,6 +66,13 @@ class Operand:
         return self.rule.act_static_reduction == "mean"
 
     @property
+    def range_method(self) -> str | None:
+        """How the range of each batch is taken: where a histogram tells, all of it."""
+        if self.how is None:
+            return None
+        return "absmax" if self.needs_histogram else self.how.calibration_method
+
+    @property
     def needs_histogram(self) -> bool:
         """Whether its range can only be told from all batches together."""
         if self.how is None or self.averages:

@@ -108,6 +108,8 @@ def quantize_params(
         return result
     if isinstance(quant_stats, Statistics) and isinstance(abstract_quantized_params, Plan):
         quant_stats.check_model(abstract_quantized_params)
+    if isinstance(quant_stats, Statistics):
+        quant_stats.check_methods(template.scales.values())
     given = quant_stats is not None
     return add_scales(
         result,

@@ -223,6 +223,8 @@ def test_statistics_of_another_model(path):
         stats.merge(collect(RULE, params=params))
     with says(ValueError, "was observed by channels, hessian, histogram, range here and by range"):
         stats.merge(collect(STATIC))
+    with says(ValueError, "for act_calibration_method='absmax' here and 'rms,7' there"):
+        collect(STATIC).merge(collect(STATIC.replace(act_calibration_method="rms,7")))
     wide = [normal(i, 2, 3, 6) for i in range(2)]
     a, b = (collect(STATIC.replace(act_batch_axes=axes), wide) for axes in ((0,), (0, 1)))
     with says(

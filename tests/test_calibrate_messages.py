@@ -165,6 +165,32 @@ def test_parameters_that_cannot_be_run():
         fewbit.calibrate(Mlp(), [STATIC], Mlp().init(KEY, X))
 
 
+@pytest.mark.parametrize(
+    ("method", "reduction", "found"),
+    [
+        ("percentile,50", None, "'absmax', without a histogram, and the plan asks for 'percentile"),
+        ("mse", None, "'absmax', without a histogram"),
+        ("percentile,50", "mean", "'absmax', and the plan asks for 'percentile,50'"),
+        ("rms,7", None, "'absmax', and the plan asks for 'rms,7'"),
+    ],
+)
+def test_statistics_of_another_method_make_no_scale(tmp_path, method, reduction, found):
+    calibrate().save(tmp_path / "stats")
+    stats = fewbit.Statistics.load(tmp_path / "stats")
+    rule = STATIC.replace(act_calibration_method=method, act_static_reduction=reduction)
+    made = fewbit.plan(product, [rule], PARAMS, X)
+    with says(ValueError, f"of w/dot_general0_lhs were collected for {found}", "Calibrate with"):
+        fewbit.quantize_params(PARAMS, made, stats)
+    fewbit.quantize_params(PARAMS, made, calibrate(rules=[rule]))
+
+
+def test_a_histogram_tells_the_whole_range_too():
+    stats = calibrate(rules=[STATIC.replace(act_calibration_method="percentile,50")])
+    made = fewbit.plan(product, [STATIC], PARAMS, X)
+    found, wanted = (fewbit.quantize_params(PARAMS, made, s) for s in (stats, calibrate()))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_observers_that_are_none():
     with says(ValueError, "There is no observer 'hesian'.", "Did you mean 'hessian'?", "'range'"):
         calibrate(observers=("hesian",))

@@ -1,13 +1,16 @@
 """fewbit.quantize_checkpoint: file to file, the same bytes as save makes, whatever happens."""
 
+import errno
 import hashlib
 import json
+import os
 import pathlib
 import random
 import signal
 import subprocess
 import sys
 import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fewbit
+from fewbit.calls import key_name
 from fewbit.io import _leaf_stream, _slices
 from fewbit.io.errors import CheckpointError
 from fewbit.io.safetensors_file import SafetensorsWriter, dtype_name
 
 RULES = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16")]
+MATRIX = np.random.default_rng(1).normal(size=(32, 32)).astype(np.float32)
 
 
 def write_file(path, tensors):
@@ -266,6 +271,76 @@ def test_static_scales_come_from_statistics(tmp_path):
     )
     fewbit.save(tmp_path / "wanted", fewbit.quantize_params(params, plan, stats), plan)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+    other = {"w": np.ones((32, 9), np.float32)}
+    wrong = fewbit.calibrate(f, [static], other, [jnp.ones((1, 32))])
+    with pytest.raises(ValueError, match="These are statistics of another model"):
+        fewbit.quantize_checkpoint(
+            tmp_path / "a.safetensors", tmp_path / "no", plan, quant_stats=wrong
+        )
+    assert not (tmp_path / "no").exists()
+
+
+def test_fixed_ranges_need_no_statistics(tmp_path):
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    params = {"w": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
+    static = fewbit.QuantizationRule(
+        weight_qtype="int8",
+        act_qtype="int8",
+        act_static_scale=True,
+        act_calibration_method="fixed,-3,3",
+    )
+    plan = fewbit.plan(f, [static], params, jnp.ones((1, 32)))
+    write_file(tmp_path / "a.safetensors", params)
+    fewbit.quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "out", plan)
+    assert contents(tmp_path / "out") == saved(tmp_path, params, plan)
+
+
+class Layer(NamedTuple):
+    w: Any
+    b: Any
+
+
+@pytest.mark.parametrize(
+    ("params", "f"),
+    [
+        ({"layers": [MATRIX, 2 * MATRIX]}, lambda p, x: x @ p["layers"][0] @ p["layers"][1]),
+        ((MATRIX, {1: MATRIX}), lambda p, x: x @ p[0] @ p[1][1]),
+        ({"a": Layer(MATRIX, np.ones(32, np.float32))}, lambda p, x: x @ p["a"].w + p["a"].b[None]),
+        ({"a/b": MATRIX, "c.d": MATRIX, "n": None}, lambda p, x: x @ p["a/b"] @ p["c.d"]),
+    ],
+    ids=["list", "tuple", "class", "slash"],
+)
+def test_lists_and_classes_come_from_a_template(tmp_path, params, f):
+    shapes = jax.eval_shape(lambda: params)
+    plan = fewbit.plan(f, RULES, shapes, jnp.ones((1, 32)))
+    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    write_file(tmp_path / "a.safetensors", {key_name(keys): leaf for keys, leaf in leaves})
+    fewbit.quantize_checkpoint(
+        tmp_path / "a.safetensors", tmp_path / "out", plan, into=shapes, progress=False
+    )
+    assert contents(tmp_path / "out") == saved(tmp_path, params, plan)
+
+
+def test_a_template_of_another_model(tmp_path):
+    plan = fewbit.plan(lambda p, x: x @ p["w"], RULES, {"w": MATRIX}, jnp.ones((1, 32)))
+    write_file(tmp_path / "a.safetensors", {"w": MATRIX})
+    with pytest.raises(ValueError, match="into has other parameters than the plan: v, w"):
+        fewbit.quantize_checkpoint(
+            tmp_path / "a.safetensors", tmp_path / "out", plan, into={"v": MATRIX}
+        )
+
+
+def test_disks_without_hard_links(tmp_path, monkeypatch):
+    plan = fewbit.plan(lambda p, x: x @ p["w"], RULES, {"w": MATRIX}, jnp.ones((1, 32)))
+    write_file(tmp_path / "a.safetensors", {"w": MATRIX})
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    fewbit.quantize_checkpoint(tmp_path / "a.safetensors", tmp_path / "out", plan)
+    assert contents(tmp_path / "out") == saved(tmp_path, {"w": MATRIX}, plan)
 
 
 def test_odd_parameters_pass_through(tmp_path):

@@ -11,7 +11,7 @@ import jax
 
 from fewbit._plan import LeafPlan, Plan
 from fewbit.io._leaf_stream import Piece
-from fewbit.io._tree import Leaf
+from fewbit.io._tree import Leaf, map_leaves
 from fewbit.io.errors import CheckpointError
 from fewbit.io.names import Target, map_names, turned
 from fewbit.io.stream_sources import Source
@@ -28,11 +28,17 @@ _FIX_TURNED = (
 _FIX_SHAPE = "The plan was made for another model or other sizes."
 _MSG_DTYPE = "is {dtype}, and a weight to be quantized is float"
 _FIX_DTYPE = "For a checkpoint that is quantized already see fewbit.read_checkpoint."
+_MSG_INTO = (
+    "into has other parameters than the plan: {paths}. Give the tree, abstract or not, that the "
+    "plan was made from."
+)
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
-def abstract_tree(plan: Plan) -> Any:
-    """The quantized parameters as a tree of shapes, nested as the paths say."""
+def abstract_tree(plan: Plan, into: Any = None) -> Any:
+    """The quantized parameters as a tree of shapes, nested as the paths say, or as `into` is."""
+    if into is not None:
+        return _filled(plan, into)
     tree: dict[Any, Any] = {}
     for leaf in plan.leaves:
         # NNX has integers for the items of a list; everything else has strings.
@@ -40,21 +46,39 @@ def abstract_tree(plan: Plan) -> Any:
         place = tree
         for part in parts[:-1]:
             place = place.setdefault(part, {})
-        value: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        if leaf.how is not None:
-            how = leaf.how
-            q = jax.eval_shape(lambda x, how=how: quantize_with(x, how), value)
-            value = WithAux(q, how.replace(rule=leaf.rule))
-        place[parts[-1]] = value
+        place[parts[-1]] = _abstract(leaf)
     return tree
+
+
+def _filled(plan: Plan, into: Any) -> Any:
+    planned, seen = {leaf.path: leaf for leaf in plan.leaves}, list[str]()
+
+    def visit(path: str, old: Any) -> Any:
+        seen.append(path)
+        return _abstract(planned[path]) if path in planned else old
+
+    tree = map_leaves(into, visit)
+    other = sorted(set(seen) ^ set(planned))
+    if other:
+        raise ValueError(_MSG_INTO.format(paths=_some(other)))
+    return tree
+
+
+def _abstract(leaf: LeafPlan) -> Any:
+    value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if leaf.how is None:
+        return value
+    how = leaf.how
+    q = jax.eval_shape(lambda x: quantize_with(x, how), value)
+    return WithAux(q, how.replace(rule=leaf.rule))
 
 
 def find_pieces(
     source: Source, plan: Plan, names: Any, stored: Sequence[Leaf], root: str
 ) -> list[Piece | Leaf]:
     """Every leaf of the result, with its sources, or as it is if it has none."""
-    targets = {t.path: t for t in map_names(source.path, list(source.names), names)}
     planned = {leaf.path: leaf for leaf in plan.leaves}
+    targets = {t.path: t for t in map_names(source.path, list(source.names), names, planned)}
     missing = [path for path in planned if path not in targets]
     extra = [path for path in targets if path not in planned]
     if missing:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +71,14 @@ def compile_names(names: Iterable[Sequence[Any]] | None) -> tuple[NameRule, ...]
 
 
 def map_names(
-    path: str, sources: Sequence[str], names: Iterable[Sequence[Any]] | None
+    path: str,
+    sources: Sequence[str],
+    names: Iterable[Sequence[Any]] | None,
+    known: Collection[str] = (),
 ) -> tuple[Target, ...]:
     """What each parameter is made of, in the order in which the sources come first.
+
+    A name that is `known` as a path already stays as it is.
 
     >>> rules = [(r'h\\.{i}\\.(\\w+)\\.weight', r'layers/\\1/kernel', 'T'), (r'.*\\.rope', None)]
     >>> found = map_names('a', ['h.0.up.weight', 'h.1.up.weight', 'h.0.rope', 'norm.scale'], rules)
@@ -88,7 +93,7 @@ def map_names(
     grids: dict[str, dict[tuple[int, ...], str]] = {}
     axes: dict[str, Any] = {}
     for source in sources:
-        found = _mapped(source, rules)
+        found = _mapped(source, rules, known)
         if found is None:
             continue
         target, index, rule = found
@@ -109,7 +114,7 @@ def map_names(
 
 
 def _mapped(
-    source: str, rules: tuple[NameRule, ...]
+    source: str, rules: tuple[NameRule, ...], known: Collection[str]
 ) -> tuple[str, tuple[int, ...], NameRule | None] | None:
     for rule in rules:
         match = rule.compiled.fullmatch(source)
@@ -122,7 +127,7 @@ def _mapped(
             tuple(int(match[name]) for name in rule.stacked),
             rule,
         )
-    return source.replace(".", "/"), (), None
+    return source if source in known else source.replace(".", "/"), (), None
 
 
 def _target(

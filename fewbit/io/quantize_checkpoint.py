@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,8 +29,9 @@ from fewbit.io.errors import CheckpointError
 from fewbit.io.inspecting import CheckpointInfo, inspect
 from fewbit.io.saving import SHARD_BYTES, into_shards, shard_digest
 from fewbit.io.stream_sources import Source, open_source
+from fewbit.observed import Statistics
 from fewbit.static_scales import QuantizedParams
-from fewbit.static_statistics import add_scales
+from fewbit.static_statistics import add_scales, is_fixed
 
 PARTIAL = ".partial"
 
@@ -47,6 +51,7 @@ def quantize_checkpoint(
     names: Iterable[Sequence[Any]] | None = None,
     *,
     quant_stats: Any = None,
+    into: Any = None,
     progress: bool = True,
     resume: bool = True,
     shard_size: int = SHARD_BYTES,
@@ -65,7 +70,9 @@ def quantize_checkpoint(
     a whole parameter where its format has one range for all of it.
 
     `quant_stats` are statistics of calibration, as `quantize_params` takes them; without them only
-    weights are quantized.
+    weights are quantized. A plan knows the parameters by their paths, so the result is nested
+    dicts; `into` is a tree like the parameters, abstract or not, for those with lists, tuples or
+    classes of your own.
 
     A run that was killed goes on where it was when it is called again with the same inputs, with
     the same bytes in the end; until then `dst` is what it was, and `<dst>.partial` holds what is
@@ -95,11 +102,13 @@ def quantize_checkpoint(
         if os.path.realpath(target) == os.path.realpath(source.path):
             raise CheckpointError(target, _MSG_SAME)
         encoder = TreeEncoder()
-        tree = _with_scales(abstract_tree(plan), plan, quant_stats)
+        tree = _with_scales(abstract_tree(plan, into), plan, quant_stats)
         node = encoder.node(tree)
         root = "params/" if isinstance(tree, QuantizedParams) else ""
         pieces = find_pieces(source, plan, names, encoder.leaves, root)
         identity = _identity(source, plan, names, shard_size, seed)
+        if into is not None:
+            identity["into"] = _tree_digest(node)
         if quant_stats is not None:
             identity["quant_stats"] = _digest([p for p in pieces if isinstance(p, Leaf)])
         tensors = [tensor for leaf in encoder.leaves for tensor in leaf.tensors]
@@ -117,18 +126,25 @@ def quantize_checkpoint(
 
 
 def check_source(
-    src: str | os.PathLike[str], plan: Plan, names: Iterable[Sequence[Any]] | None = None
+    src: str | os.PathLike[str],
+    plan: Plan,
+    names: Iterable[Sequence[Any]] | None = None,
+    *,
+    quant_stats: Any = None,
+    into: Any = None,
 ) -> int:
     """Whether `quantize_checkpoint` would find every parameter; the bytes that it would read.
 
-    Names, shapes and types are compared, numbers are not read, nothing is written.
+    Names, shapes, types and statistics are compared, numbers are not read, nothing is written.
     """
     names = None if names is None else [tuple(entry) for entry in names]
     source = open_source(src)
     try:
         encoder = TreeEncoder()
-        encoder.node(abstract_tree(plan))
-        pieces = find_pieces(source, plan, names, encoder.leaves, "")
+        tree = _with_scales(abstract_tree(plan, into), plan, quant_stats)
+        encoder.node(tree)
+        root = "params/" if isinstance(tree, QuantizedParams) else ""
+        pieces = find_pieces(source, plan, names, encoder.leaves, root)
         read = [name for piece in pieces if isinstance(piece, Piece) for name in piece.sources]
         return sum(map(source.nbytes, read))
     finally:
@@ -176,7 +192,7 @@ def _publish(
         try:
             # A second name: should this run be killed now, the next one still finds the first.
             if not os.path.exists(place):
-                os.link(path, place)
+                _link(path, place)
         except OSError as error:
             raise folder.failed(error) from error
         shards.append((name, os.stat(place).st_size))
@@ -192,6 +208,22 @@ def _publish(
         libraries=_manifest.libraries(),
     )
     folder.publish(_manifest.to_bytes(manifest), {name for name, _ in shards})
+
+
+def _link(path: str, place: str) -> None:
+    """A second name for a file, or, on disks that have none (exFAT, some networks), a copy."""
+    try:
+        os.link(path, place)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise
+        folder, name = os.path.split(place)
+        beside = os.path.join(folder, f".{name}.tmp-{secrets.token_hex(6)}")
+        with open(path, "rb") as source, open(beside, "xb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+            copy.flush()
+            os.fsync(copy.fileno())
+        os.replace(beside, place)
 
 
 class _locked:
@@ -215,19 +247,28 @@ class _locked:
 
 def _with_scales(tree: Any, plan: Plan, quant_stats: Any) -> Any:
     """The tree with the static scales that statistics give, which are small and made at once."""
-    if quant_stats is None:
+    scales = {scale.name: scale for scale in plan.scales}
+    if quant_stats is None and not any(map(is_fixed, scales.values())):
         return tree
+    if isinstance(quant_stats, Statistics):
+        quant_stats.check_model(plan)
+        quant_stats.check_methods(plan.scales)
+    given = quant_stats is not None
     paths = [leaf.path for leaf in plan.leaves]
     return add_scales(
         tree,
-        {scale.name: scale for scale in plan.scales},
-        quant_stats,
+        scales,
+        quant_stats if given else {},
         by_site=plan.kind == "function",
-        whole=True,
+        whole=given,
         allow_extra=False,
         present=paths,
         known=paths,
     )
+
+
+def _tree_digest(node: Any) -> str:
+    return hashlib.blake2b(json.dumps(node).encode(), digest_size=16).hexdigest()
 
 
 def _digest(leaves: Sequence[Leaf]) -> str:
