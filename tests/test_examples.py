@@ -64,7 +64,8 @@ def check_demo(out: str, *, float_accuracy: float) -> None:
         assert float_bits == 32 and agreement == 100
         assert accuracy >= float_accuracy
         for name, most_bits, least_agreement in (
-            ("int8", 9.5, 98), ("int8 static", 9.5, 97), ("fp8", 9.5, 97), ("int4", 6, 96), ("int3", 5, 90),
+            ("int8", 9.5, 98), ("int8 static", 9.5, 97), ("fp8", 9.5, 97),
+            ("int4", 6, 96), ("int3", 5, 90),
         ):  # fmt: skip
             size, bits, quantized_accuracy, agreement = rows[model, name]
             points = {"int8": 0.5, "int8 static": 0.5, "int4": 1.5}.get(name, 100)
