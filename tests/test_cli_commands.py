@@ -131,6 +131,28 @@ def test_report_with_and_without_a_model(folder):
     assert (folder / "full.html").stat().st_size > (folder / "plan.html").stat().st_size
 
 
+def test_report_of_an_nnx_model(tmp_path):
+    """A checkpoint with static scales, held against the float model that it came from."""
+    (tmp_path / "digit.py").write_text(
+        "import jax.numpy as jnp\n"
+        "from flax import nnx\n"
+        "def make():\n"
+        "    return nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.ones((2, 64))\n"
+    )
+    made: dict = {}
+    exec((tmp_path / "digit.py").read_text(), made)
+    from flax import nnx
+
+    model, x = made["make"]()
+    rule = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    plan = fewbit.plan(model, [rule], x)
+    params = nnx.to_pure_dict(nnx.state(model))
+    stats = fewbit.calibrate(model, [rule], [x, 2 * x])
+    fewbit.save(tmp_path / "small", fewbit.quantize_params(params, plan, stats), plan)
+    done = run(tmp_path, "report", "small", "--model", "digit:make")
+    assert done.returncode == 0 and "int8 x int8 static" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
