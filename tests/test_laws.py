@@ -49,6 +49,7 @@ LAYERS = [
             "params",
             "sites",
             "static_*",
+            "stored_checks",
             "taps",
             "tapped_loops",
             "observers",
