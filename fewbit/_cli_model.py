@@ -84,18 +84,24 @@ def load_rules(file: str | None, inline: Iterable[str]) -> tuple[QuantizationRul
     >>> load_rules(None, ['module_path=layers.*,weight_qtype=int4,tile_size=32'])
     (QuantizationRule(module_path='layers.*', weight_qtype='int4', tile_size=32),)
     """
-    rules = tuple(_inline(text) for text in inline)
-    if file is not None:
-        suffix = pathlib.Path(file).suffix.lower()
-        if not pathlib.Path(file).is_file():
-            raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
-        if suffix not in (".yaml", ".yml", ".json"):
-            raise Misuse(_MSG_RULES.format(path=file, suffix=suffix))
-        read = rules_from_json if suffix == ".json" else rules_from_yaml
-        rules += read(pathlib.Path(file))
+    try:
+        rules = tuple(_inline(text) for text in inline) + _from_rules_file(file)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, Misuse) else Misuse(str(error)) from error
     if not rules:
         raise Misuse("no rules: give --rules FILE or --rule weight_qtype=int8,act_qtype=int8.")
     return rules
+
+
+def _from_rules_file(file: str | None) -> tuple[QuantizationRule, ...]:
+    if file is None:
+        return ()
+    path = pathlib.Path(file)
+    if not path.is_file():
+        raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
+    if path.suffix.lower() not in (".yaml", ".yml", ".json"):
+        raise Misuse(_MSG_RULES.format(path=file, suffix=path.suffix))
+    return (rules_from_json if path.suffix.lower() == ".json" else rules_from_yaml)(path)
 
 
 def load_names(file: str | None) -> list[tuple[Any, ...]] | None:

@@ -89,10 +89,8 @@ def _compare(text: str, loaded: Any) -> Any:
         raise Misuse(_MSG_ABSTRACT.format(text=text))
     provider = fewbit.PtqProvider(loaded.plan.rules)
     if loaded.plan.kind == "nnx":
-        quantized = fewbit.quantize_model(model, provider, *inputs)
-        from flax import nnx
-
-        nnx.update(quantized, loaded.params)
+        template = fewbit.quantize_model(model, provider, *inputs)
+        quantized = fewbit.load(loaded.path, into=template).params
         return debug.compare(model, quantized, inputs)
     quantized = fewbit.quantize_model(model, provider)
     params, *batch = inputs

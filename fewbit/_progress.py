@@ -1,16 +1,92 @@
 """A progress bar on stderr, for work that takes long; silent where nobody looks."""
 
+from __future__ import annotations
+
 import os
+import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TextIO, TypeVar
+
+from fewbit._text import human_bytes
 
 T = TypeVar("T")
 
 _EVERY = 0.1  # seconds between drawings: a bar must not cost what it measures
 _PATIENCE = 0.5  # short work ends before anything is drawn
+_MEGABYTE = 10**6
+
+
+class Progress:
+    """One line that says how much is done, how long it took and how long the rest will take.
+
+    Nothing is written if the stream (stderr) is no terminal, with `show=False`, or with
+    `FEWBIT_PROGRESS=0` in the environment. `note` names what is at hand, or is a function of the
+    seconds that are over.
+
+    >>> with Progress('Comparing', 4, show=False) as bar:
+    ...     bar.update(note='mlp/up')
+    >>> bar.line(10.0)
+    'Comparing  25% |█████               | 1/4 [0:10 < 0:30] mlp/up'
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int | None,
+        *,
+        show: bool = True,
+        stream: TextIO | None = None,
+        unit: int = 1,
+        note: str | Callable[[float], str] = "",
+    ):
+        self.label, self.total, self.done, self.note = label, total, 0, note
+        self._stream, self._unit = sys.stderr if stream is None else stream, unit
+        self._visible = show and os.environ.get("FEWBIT_PROGRESS", "1") != "0"
+        self._visible = self._visible and self._stream.isatty()
+        self._start = self._drawn = time.monotonic()
+        self._width = 0
+
+    def update(self, count: int = 1, note: str | None = None) -> None:
+        """Count some more as done."""
+        self.done += count
+        self.note = self.note if note is None else note
+        now = time.monotonic()
+        late = now - self._drawn >= _EVERY or self.done == self.total
+        if self._visible and now - self._start >= _PATIENCE and late:
+            self._drawn = now
+            self._draw(self.line(now - self._start))
+
+    def line(self, seconds: float) -> str:
+        """What is shown after so many seconds."""
+        done = self.done // self._unit
+        total = None if self.total is None else self.total // self._unit
+        note = self.note(seconds) if callable(self.note) else self.note
+        if not total or done > total:
+            pace = f"{done / max(seconds, 1e-9):.3g}/s"
+            return f"{self.label} {done} [{_clock(seconds)}, {pace}] {note}".rstrip()
+        filled = 20 * done // total
+        bar = "█" * filled + " " * (20 - filled)
+        left = seconds / max(done, 1) * (total - done)
+        times = f"[{_clock(seconds)} < {_clock(left)}]"
+        share = f"{100 * done // total:3d}%"
+        return f"{self.label} {share} |{bar}| {done}/{total} {times} {note}".rstrip()
+
+    def _draw(self, line: str) -> None:
+        line = line[: max(shutil.get_terminal_size().columns - 1, 1)]
+        self._stream.write("\r" + line.ljust(self._width))
+        self._stream.flush()
+        self._width = len(line)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:  # an error message must not continue the bar's line
+            self._stream.write("\n")
+            self._stream.flush()
 
 
 def progress(
@@ -21,62 +97,42 @@ def progress(
     show: bool = True,
     stream: TextIO | None = None,
 ) -> Iterator[T]:
-    """The items of `iterable`, drawing how many are done and how long the rest will take.
+    """The items of `iterable`, with a bar beside the loop.
 
     `total` is len(iterable) if it has one; without it only the count, the pace and the time are
-    told. Nothing is written if the stream (stderr) is no terminal, or with `FEWBIT_PROGRESS=0`.
+    told.
 
     >>> list(progress([1, 2], 'Adding'))
     [1, 2]
     """
-    stream = sys.stderr if stream is None else stream
-    if not show or not _is_watched(stream):
-        yield from iterable
-        return
     if total is None and isinstance(iterable, Sized):
         total = len(iterable)
-    start = drawn = time.monotonic()
-    done, width = 0, 0
-    try:
+    with Progress(label, total, show=show, stream=stream) as bar:
         for item in iterable:
             yield item
-            done += 1
-            now = time.monotonic()
-            if now - start >= _PATIENCE and (now - drawn >= _EVERY or done == total):
-                drawn = now
-                width = _draw(stream, bar_line(label, done, total, now - start), width)
-    finally:
-        if width:  # an error message must not continue the bar's line
-            stream.write("\n")
-            stream.flush()
+            bar.update()
 
 
-def _is_watched(stream: TextIO) -> bool:
-    return os.environ.get("FEWBIT_PROGRESS", "1") != "0" and stream.isatty()
+def bytes_progress(label: str, total: int, *, show: bool = True) -> Progress:
+    """A bar that counts megabytes, with the pace and the most memory that the process held.
 
-
-def _draw(stream: TextIO, line: str, width: int) -> int:
-    line = line[: max(shutil.get_terminal_size().columns - 1, 1)]
-    stream.write("\r" + line.ljust(width))
-    stream.flush()
-    return len(line)
-
-
-def bar_line(label: str, done: int, total: int | None, seconds: float) -> str:
-    """One line of the bar.
-
-    >>> bar_line('Calibrating', 5, 20, 10.0)
-    'Calibrating  25% |█████               | 5/20 [0:10 < 0:30]'
-    >>> bar_line('Calibrating', 5, None, 10.0)
-    'Calibrating 5 [0:10, 0.5/s]'
+    >>> bar = bytes_progress('Quantizing', 10**9, show=False)
+    >>> bar.update(5 * 10**8)
+    >>> bar.line(10.0)
+    'Quantizing  50% |██████████          | 500/1000 [0:10 < 0:10] MB, 50 MB/s, peak ...'
     """
-    if not total or done > total:
-        return f"{label} {done} [{_clock(seconds)}, {done / max(seconds, 1e-9):.3g}/s]"
-    filled = 20 * done // total
-    bar = "█" * filled + " " * (20 - filled)
-    left = seconds / max(done, 1) * (total - done)
-    share = f"{100 * done // total:3d}%"
-    return f"{label} {share} |{bar}| {done}/{total} [{_clock(seconds)} < {_clock(left)}]"
+
+    def note(seconds: float) -> str:
+        pace = bar.done / _MEGABYTE / max(seconds, 1e-9)
+        return f"MB, {pace:.0f} MB/s, peak {human_bytes(peak_memory())}"
+
+    bar = Progress(label, total, show=show, unit=_MEGABYTE, note=note)
+    return bar
+
+
+def peak_memory() -> int:
+    """The most bytes of memory this process ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Plain text for people: columns that fit a width, numbers one can read, a small progress bar.
+"""Plain text for people: columns that fit a width, numbers one can read.
 
 Everything here returns or writes ordinary strings without colour, so that it looks the same in a
 terminal, a log file and an issue report.
@@ -7,19 +7,14 @@ terminal, a log file and an issue report.
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TextIO, TypeVar
+from collections.abc import Sequence
 
 MIN_WIDTH = 60
 DEFAULT_WIDTH = 100
 _GAP = "  "
 _NARROWEST = 6
 COMFORT = 24  # a column in which a sentence still reads well
-
-T = TypeVar("T")
 
 
 def terminal_width() -> int:
@@ -176,88 +171,3 @@ def _cell_lines(text: str, align: str, width: int) -> list[str]:
     if align == "w":
         return wrap(text, width) if text else [""]
     return [shorten(text, width, where="middle" if align == "m" else "end")]
-
-
-class Progress:
-    """A one-line progress bar on stderr with the time left; silent when stderr is no terminal.
-
-    >>> import io
-    >>> log = io.StringIO()
-    >>> with Progress(2, "weights", file=log, force=True, clock=lambda: 0.0) as bar:
-    ...     bar.update(note="mlp/up")
-    ...     bar.update()
-    >>> "weights" in log.getvalue() and "2/2" in log.getvalue()
-    True
-    """
-
-    def __init__(
-        self,
-        total: int,
-        label: str = "",
-        *,
-        file: TextIO | None = None,
-        force: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._file = sys.stderr if file is None else file
-        isatty = getattr(self._file, "isatty", lambda: False)
-        self.visible = force or bool(isatty())
-        self.total, self.label, self.done, self.note = total, label, 0, ""
-        self._clock, self._start, self._drawn = clock, clock(), -1.0
-
-    def update(self, n: int = 1, note: str | None = None) -> None:
-        """Count `n` more items as done; `note` names the one at hand."""
-        self.done += n
-        self.note = self.note if note is None else note
-        now = self._clock()
-        # Ten frames a second are plenty, but the last one must be seen.
-        if self.visible and (now - self._drawn >= 0.1 or self.done >= self.total):
-            self._drawn = now
-            self._file.write("\r" + self.line(shutil.get_terminal_size((80, 24)).columns - 1))
-            self._file.flush()
-
-    def line(self, width: int) -> str:
-        """The bar as text, exactly `width` characters."""
-        share = min(1.0, self.done / self.total) if self.total else 1.0
-        elapsed = self._clock() - self._start
-        if share >= 1.0:
-            timing = f"{_clock_text(elapsed)} spent"
-        elif self.done:
-            timing = f"{_clock_text(elapsed / share * (1 - share))} left"
-        else:
-            timing = "--:-- left"
-        bar_width = max(5, min(24, width // 4))
-        full = int(share * bar_width)
-        bar = "█" * full + "░" * (bar_width - full)
-        text = f"{self.label} {bar} {self.done}/{self.total} {timing} {self.note}".strip()
-        return shorten(text, width, where="end").ljust(width)
-
-    def close(self) -> None:
-        """End the line, so that what is printed next starts on its own."""
-        if self.visible and self._drawn >= 0:
-            self._file.write("\n")
-            self._file.flush()
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _clock_text(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
-
-
-def track(items: Iterable[T], total: int, label: str = "", force: bool = False) -> Iterator[T]:
-    """The items, with a progress bar beside the loop.
-
-    >>> list(track("abc", 3, "letters"))
-    ['a', 'b', 'c']
-    """
-    with Progress(total, label, force=force) as bar:
-        for item in items:
-            yield item
-            bar.update()

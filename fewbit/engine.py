@@ -5,8 +5,6 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 `Runner` holds one function object, so a second call costs a jit dispatch.
 """
 
-import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,17 +13,16 @@ from typing import Any
 import jax
 
 from fewbit import current
-from fewbit._plan import Plan, SitePlan
-from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import bind, forwards
-from fewbit.layouts import for_kernels, would_be_faster
+from fewbit.layouts import for_kernels
 from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
 from fewbit.static_scales import ScaleName, abstract_scales, planned_scales
+from fewbit.stored_checks import check_something, check_stored, say_once_if_unpacked
 from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
 from fewbit.weight import Weight, is_weight, plain, without_gradient
@@ -38,35 +35,10 @@ fewbit reads a model the way jax.jit does. Two cures:
   1. Pass what the code branches on as a plain Python value (a bool, int or string is never traced).
   2. Quantize the submodules that can be traced on their own, and leave this one in float."""
 
-_MSG_UNQUANTIZED = (
-    "It seems you're feeding an unquantized param to a quantized model. Parameter '{leaf}' is "
-    "float, but {site} wants it as {qtype}. Quantize the tree first: "
-    "quantize_params(params, plan), or for Linen "
-    "quantize_params(params, jax.eval_shape(model.init, key, x)['params'])."
-)
-_MSG_OTHER_TYPE = (
-    "Parameter '{leaf}' is stored as {stored}, but the rule for {site} says {wanted}. Quantize the "
-    "float parameters with these rules, or run the model with the rules they were quantized by."
-)
-_MSG_NO_RULE = (
-    "Parameter '{leaf}' is stored as {stored}, but no rule of this provider matches {site}, so it "
-    "would be read dequantized. Run the model with the rules its parameters were quantized by "
-    "(this one by {was!r}), or make the provider with strict=False."
-)
-_MSG_KEPT_FLOAT = (
-    "Parameter '{leaf}' is stored as {stored}, but {rule!r} keeps {site} float. Run the model with "
-    "the rules its parameters were quantized by, or give it the float parameter: "
-    "fewbit.dequantize(...)."
-)
 _MSG_TWICE = (
     "{what} is called with a module that has a static scale '{name}', as it has itself: a scale is "
     "found by its module's path. Make the one a submodule of the other and quantize them together, "
     "or use dynamic ranges in one of them."
-)
-_MSG_NOTHING = (
-    "Nothing in this call is quantized: no parameter of {what} is stored quantized, and no rule is "
-    "in force at {count} of it. {why} fewbit.plan(model, rules, ...) shows which rule meets "
-    "which Site; make the provider with strict=False to run the model in float."
 )
 
 
@@ -219,10 +191,12 @@ class Runner:
         self.provider.check_ready(rules)
         if self.provider.quantizes_params:
             requests = storage([traced.program], [decisions], lambda message: None)
-            self.check_stored(traced, decisions, requests)
-            self.check_something(traced, decisions)
+            if self.root:
+                program, values = traced.program, traced.values
+                check_stored(program, values, decisions, requests, self.provider)
+                check_something(program, values, decisions, self.provider, self.what)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
-            _say_once_if_unpacked(tree)
+            say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
         return traced, decisions
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
@@ -263,55 +237,6 @@ class Runner:
         )
         return interpreter.run_tapped(traced.program.root, traced.values)[1]
 
-    def check_stored(
-        self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
-    ) -> None:
-        """Parameters must be stored as the rules say."""
-        if not self.root:
-            return
-        stored = {v.leaf: v for v in traced.values if is_weight(v)}
-        for leaf, wanted in requests.items():
-            site = wanted.site.site.id
-            if leaf not in stored:
-                raise ValueError(
-                    _MSG_UNQUANTIZED.format(leaf=leaf, site=site, qtype=wanted.how.qtype)
-                )
-            qtype = stored[leaf].array.qtype
-            if qtype != wanted.how.qtype:
-                raise ValueError(
-                    _MSG_OTHER_TYPE.format(
-                        leaf=leaf, stored=qtype, wanted=wanted.how.qtype, site=site
-                    )
-                )
-        for ts in traced.program.sites if self.provider.strict else ():
-            read, index = ts.site.weight, decisions[ts.site.id].rule_index
-            if read is None or read not in stored or read in requests or ts.site.op == "take":
-                continue  # a table stored for another method's logits is read as it is
-            rule = None if index is None else self.provider.rules[index]
-            if rule is not None and not rule.switched_off:
-                continue
-            message, weight = _MSG_NO_RULE if rule is None else _MSG_KEPT_FLOAT, stored[read]
-            kept = dict(leaf=read, stored=weight.array.qtype, site=ts.site.id)
-            raise ValueError(message.format(**kept, rule=rule, was=weight.rule))
-
-    def check_something(self, traced: Traced, decisions: dict[str, Decision]) -> None:
-        """A model whose rules all miss would run in float without a word."""
-        provider, sites = self.provider, [ts.site for ts in traced.program.sites]
-        if not (self.root and provider.strict and sites) or any(map(is_weight, traced.values)):
-            return
-        active = [i for i, rule in enumerate(provider.rules) if not rule.switched_off]
-        in_force = any(decision.rule is not None for decision in decisions.values())
-        if not active or in_force or any(map(provider.asked_by_kernel, active)):
-            return
-        used = {decision.rule_index for decision in decisions.values()}
-        missed = [provider.rules[i] for i in active if i not in used]
-        why = f"At {sites[0].id}: {decisions[sites[0].id].reason}."
-        if missed:
-            rows = (SitePlan(s, None, None, None, None, "", "float", "float") for s in sites)
-            why = unmatched_message(Plan(provider.rules, tuple(rows), ()), missed)
-        count = "the one Site" if len(sites) == 1 else f"any of the {len(sites)} Sites"
-        raise ValueError(_MSG_NOTHING.format(what=self.what, count=count, why=why))
-
     def observe(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
@@ -340,23 +265,6 @@ class Runner:
 
         jax.eval_shape(go, values, scales)
         return ran, seen
-
-
-@functools.cache
-def _say_unpacked() -> None:
-    logging.getLogger("fewbit").warning(
-        "Quantized parameters with one code per element run through XLA, which is slow for them on "
-        "a CPU. fewbit.pack(params), or quantize_params(params, plan) with a plan, stores them for "
-        "the native kernels."
-    )
-
-
-def _say_once_if_unpacked(tree: Any) -> None:
-    """A plain tree runs everywhere; on a CPU with kernels that is not what people want."""
-    for leaf in jax.tree.leaves(tree, is_leaf=is_stored):
-        if isinstance(leaf, WithAux) and isinstance(leaf.array, QArray):
-            if jax.default_backend() == "cpu" and would_be_faster(leaf.array, leaf.how):
-                return _say_unpacked()
 
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:

@@ -72,6 +72,7 @@ def test_it_prints_what_to_paste(one_guilty):
     assert max(map(len, text.split("\n"))) <= 80
 
 
+@pytest.mark.long
 def test_several_guilty_sites():
     rules = rules_with(w2="int2", w9="int2")
     qf, qparams, _ = quantized(deep, rules, deep_params(), X)
@@ -82,6 +83,7 @@ def test_several_guilty_sites():
     assert str(lone).startswith("No Site is guilty: cosine is ")
 
 
+@pytest.mark.long
 def test_a_metric_of_ones_own():
     qf, qparams, _ = quantized(deep, rules_with(w7="int2"), deep_params(), X)
     trees = dict(params=deep_params(), qparams=qparams)

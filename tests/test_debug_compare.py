@@ -117,6 +117,7 @@ def test_the_table_fits(mlp_comparison, width):
     assert hidden == (width < 80)
 
 
+@pytest.mark.long
 def test_without_the_sweep(mlp_pair):
     params, qf, qparams, _ = mlp_pair
     found = compare(mlp, qf, (X,), params=params, qparams=qparams, sweep=False, memory=1)
@@ -276,6 +277,7 @@ def test_static_scales_and_what_they_clip():
     close(found.output.sqnr, difference(mlp(params, X), qf(qparams, X)).sqnr, 1e-3)
 
 
+@pytest.mark.long
 def test_convolutions_and_products_of_two_activations():
     def model(params, x):
         y = lax.conv_general_dilated(
@@ -310,6 +312,7 @@ def test_the_first_site_that_is_not_finite_is_named(stack):
     assert Comparison.from_json(found.to_json()).first_not_finite == found.first_not_finite
 
 
+@pytest.mark.long
 def test_in_a_scan_the_first_layer_is_named(stack):
     model, qmodel, params, qparams, ids = stack
     broken = jax.tree.map(lambda x: x, qparams)
@@ -323,6 +326,7 @@ def test_in_a_scan_the_first_layer_is_named(stack):
     assert found.first_not_finite == where
 
 
+@pytest.mark.long
 def test_a_float_model_that_is_not_finite_itself():
     qf, qparams, _ = quantized(mlp, W8A8, mlp_params(), X)
     x = X.at[0, 0].set(jnp.nan)

@@ -110,7 +110,7 @@ def test_metrics_by_name_and_by_function():
 # --- channels ------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
 def test_channel_absmax_is_the_slow_one(shape, data):
     axes = tuple(data.draw(st.permutations(range(len(shape)))))

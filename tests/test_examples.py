@@ -48,7 +48,9 @@ def test_small_example_prints_its_plan_and_stays_close_to_float(name):
 
 def demo_rows(out: str) -> dict[tuple[str, str], tuple[int, float, float, float]]:
     """The table of the demo: (model, format) -> bytes, bits per weight, accuracy, agreement."""
-    pattern = r"^(ConvNet|Transformer) +(\w+) +([\d,]+) +([\d.]+) +([\d.]+)% +([\d.]+)%$"
+    pattern = (
+        r"^(ConvNet|Transformer) +(\w+(?: static)?) +([\d,]+) +([\d.]+) +([\d.]+)% +([\d.]+)%$"
+    )
     return {
         (model, name): (int(size.replace(",", "")), float(bits), float(accuracy), float(agreement))
         for model, name, size, bits, accuracy, agreement in re.findall(pattern, out, re.MULTILINE)
@@ -62,22 +64,26 @@ def check_demo(out: str, *, float_accuracy: float) -> None:
         assert float_bits == 32 and agreement == 100
         assert accuracy >= float_accuracy
         for name, most_bits, least_agreement in (
-            ("int8", 9.5, 98), ("fp8", 9.5, 97), ("int4", 6, 96), ("int3", 5, 90),
+            ("int8", 9.5, 98), ("int8 static", 9.5, 97), ("fp8", 9.5, 97),
+            ("int4", 6, 96), ("int3", 5, 90),
         ):  # fmt: skip
             size, bits, quantized_accuracy, agreement = rows[model, name]
-            points = {"int8": 0.5, "int4": 1.5}.get(name, 100)
+            points = {"int8": 0.5, "int8 static": 0.5, "int4": 1.5}.get(name, 100)
             assert quantized_accuracy >= accuracy - points, (model, name)
             assert size < float_bytes and bits <= most_bits, (model, name)
             assert agreement >= least_agreement, (model, name)
 
 
-def test_demo_quantizes_two_models_in_four_formats():
+def test_demo_quantizes_two_models_in_five_ways():
     check_demo(run("demo/digits.py", "--quick"), float_accuracy=93)
 
 
 @pytest.mark.long
-def test_full_demo_reaches_97_percent_in_float():
+def test_full_demo_reaches_97_percent_in_float_and_writes_its_page():
+    report = ROOT / "demo" / "report.html"
+    report.unlink(missing_ok=True)
     check_demo(run("demo/digits.py", timeout=600), float_accuracy=97)
+    assert "int8 static" in report.read_text()
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])

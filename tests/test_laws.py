@@ -49,6 +49,7 @@ LAYERS = [
             "params",
             "sites",
             "static_*",
+            "stored_checks",
             "taps",
             "tapped_loops",
             "observers",
@@ -66,7 +67,18 @@ LAYERS = [
     ["algorithms", "calibrating", "_calibrating_messages"],
     ["io"],
     ["lm"],
-    ["reporting", "_later", "pallas", "contrib", "cli", "__main__", "debug", "report_page"],
+    [
+        "reporting",
+        "_later",
+        "pallas",
+        "contrib",
+        "cli",
+        "__main__",
+        "debug",
+        "report_page",
+        "_commands",
+        "_cli_model",
+    ],
 ]
 
 # Which files know a framework. Everything else speaks JAX alone.

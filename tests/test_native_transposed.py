@@ -202,8 +202,8 @@ def test_a_result_of_another_shape_is_refused():
     with pytest.raises(Exception, match=r"the result must be \[3,96\] but has the shape \[3,95\]"):
         call(
             normal((3, 70)), weight.data, weight.scale, weight.zero, np.float32(1), np.int32(0),
-            np.zeros((0,), np.float32), format="int8", act_tile=np.int64(0), transposed=True,
-            **static,
+            np.zeros((0,), np.float32), np.zeros((0,), np.float32), format="int8",
+            act_tile=np.int64(0), transposed=True, activation="none", **static,
         ).block_until_ready()  # fmt: skip
 
 

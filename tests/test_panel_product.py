@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fewbit
-from fewbit import engine, kernels, moves, ops
+from fewbit import kernels, moves, ops, stored_checks
 from fewbit._qarray_panels import to_panels
 from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize
@@ -406,7 +406,7 @@ def test_the_report_and_the_log_say_that_packing_is_faster(caplog):
     assert jax.tree.structure(template) == jax.tree.structure(made)
     assert "fewbit.pack(params) packs them" in str(fewbit.report(made["params"]))
     assert "fewbit.pack" not in str(fewbit.report(fewbit.pack(made["params"])))
-    engine._say_unpacked.cache_clear()
+    stored_checks._say_unpacked.cache_clear()
     for _ in range(2):
         ptq.apply(made, x[:1])
     assert caplog.text.count("fewbit.pack(params)") == 1

@@ -1,6 +1,5 @@
 """The Plan as a value: ids, totals, bytes, JSON, differences, and how it looks at any width."""
 
-import io
 import json
 
 import jax.numpy as jnp
@@ -407,21 +406,3 @@ def test_a_table_wraps_sentences_and_refuses_ragged_rows():
     assert text.splitlines() == ["k  why", "─" * 12, "a  one two", "   three", "   four"]
     with pytest.raises(ValueError, match="every row need as many"):
         _text.table([("a",)], ("k", "why"), "lw", 12)
-
-
-def test_progress_is_silent_without_a_terminal_and_counts_with_one():
-    silent, shown = io.StringIO(), io.StringIO()
-    times = iter([0.0, 5.0, 5.0, 10.0, 10.0])
-    with _text.Progress(2, "load", file=silent) as bar:
-        bar.update()
-    assert silent.getvalue() == "" and not bar.visible
-    with _text.Progress(2, "load", file=shown, force=True, clock=lambda: next(times)) as bar:
-        bar.update(note="mlp/up")
-        bar.update()
-    assert "1/2 00:05 left mlp/up" in shown.getvalue() and "2/2 00:10 spent" in shown.getvalue()
-    assert shown.getvalue().endswith("\n")
-
-
-def test_progress_keeps_its_width():
-    bar = _text.Progress(10, "a label", file=io.StringIO(), force=True)
-    assert all(len(bar.line(width)) == width for width in (20, 60, 100))

@@ -74,3 +74,14 @@ def test_a_long_label_fits_the_terminal(clock, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     lines = run(clock, [1, 2]).strip().split("\r")
     assert max(map(len, lines)) <= 30
+
+
+def test_a_bar_that_is_told_what_is_at_hand(clock):
+    stream = Terminal()
+    with _progress.Progress("Comparing", 2, stream=stream) as bar:
+        for name in ("up", "down"):
+            clock[0] += 1
+            bar.update(note=name)
+    lines = stream.getvalue().split("\r")
+    assert lines[1].endswith("1/2 [0:01 < 0:01] up")
+    assert lines[2].endswith("2/2 [0:02 < 0:00] down\n")

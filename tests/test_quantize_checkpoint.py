@@ -612,7 +612,7 @@ def test_many_kills_at_random_moments(tmp_path, seed):
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     """400 MB of floats, one tensor of 268 MB among them, in far less than that."""
     measure = (
-        "from fewbit.io._stream_progress import peak_memory; import atexit\n"
+        "from fewbit._progress import peak_memory; import atexit\n"
         "here.WIDE = 2 ** 20; before = peak_memory()\n"
         "atexit.register(lambda: print(peak_memory() - before))"
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fewbit._text import Progress, terminal_width, wrap
+from fewbit._progress import Progress
+from fewbit._text import terminal_width, wrap
 from fewbit.debug._batch import arguments
 from fewbit.debug._metrics import Metric, difference, from_sums, metric_of
 from fewbit.debug._mixed import Mixed, mix
@@ -140,8 +141,7 @@ def bisect(
         raise ValueError(_MSG_REFERENCE)
     units = together(mixed.sites)
     expected = 4 + 2 * max(len(units), 1).bit_length()
-    with Progress(expected, "bisect", force=False) as bar:
-        bar.visible = bar.visible and progress
+    with Progress("Bisecting", expected, show=progress) as bar:
         return _search(_Trials(mixed, measure, float(limit), units, bar))
 
 
@@ -172,7 +172,7 @@ class _Trials:
         self.steps.append(step)
         self.known[key] = step
         verdict = "good" if step.within else "not enough"
-        self.bar.total = max(self.bar.total, len(self.steps) + 1)
+        self.bar.total = max(self.bar.total or 0, len(self.steps) + 1)
         text = f"{len(chosen)} of {len(self.units)} in float: {self.metric.text(value)}, {verdict}"
         self.bar.update(note=text)
         return step

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fewbit._text import Progress
+from fewbit._progress import Progress
 from fewbit.debug._batch import arguments
 from fewbit.debug._channels import Outlier, outliers_of
 from fewbit.debug._comparison import Comparison, LayerError, OutputError, SiteError, badness
@@ -76,8 +76,7 @@ def compare(
     trees = dict(params=params, qparams=qparams, method=method, rngs=rngs)
     mixed = mix(pair(model, quantized, args, kwargs, **trees), batch)
     count = len(mixed.sites)
-    with Progress(2 + 2 * count * sweep, "compare") as bar:
-        bar.visible = bar.visible and progress
+    with Progress("Comparing", 2 + 2 * count * sweep, show=progress) as bar:
         outputs = mixed.outputs([True] * count)
         bar.update(note="reading every Site")
         runs = (([False] * count, False), ([True] * count, True))

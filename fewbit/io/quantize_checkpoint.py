@@ -16,6 +16,7 @@ import jax
 
 from fewbit._errors import describe
 from fewbit._plan import Plan
+from fewbit._progress import bytes_progress
 from fewbit._version import __version__
 from fewbit.io import _manifest
 from fewbit.io._folder import _MSG_BUSY as _FOLDER_BUSY
@@ -23,7 +24,6 @@ from fewbit.io._folder import Folder
 from fewbit.io._leaf_stream import Piece, stream_leaf, write_ready
 from fewbit.io._partial import Partial, writer_of
 from fewbit.io._stream_plan import abstract_tree, find_pieces
-from fewbit.io._stream_progress import StreamProgress
 from fewbit.io._tree import Leaf, TreeEncoder, leaf_arrays
 from fewbit.io.errors import CheckpointError
 from fewbit.io.inspecting import CheckpointInfo, inspect
@@ -162,8 +162,7 @@ def _run(
     sizes = [
         0 if isinstance(piece, Leaf) else sum(map(source.nbytes, piece.sources)) for piece in pieces
     ]
-    bar = StreamProgress("Quantizing", sum(sizes), show)
-    bar.skip(sum(sizes[:first]))
+    bar = bytes_progress("Quantizing", sum(sizes[first:]), show=show)
     # One thread per core beside this one, which hashes and writes.
     with bar, ThreadPoolExecutor(max(2, (os.cpu_count() or 2) - 1)) as pool:
         for piece, size in zip(pieces[first:], sizes[first:], strict=True):
@@ -171,7 +170,7 @@ def _run(
                 write_ready(piece, partial.append)
             else:
                 stream_leaf(piece, source, partial.append, pool)
-            bar.advance(size)
+            bar.update(size)
 
 
 def _publish(
