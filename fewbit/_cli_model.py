@@ -7,7 +7,8 @@ import importlib.util
 import os
 import pathlib
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
@@ -29,6 +30,7 @@ _MSG_RETURNED = (
     "{text} returned {found}, not (model, *inputs). Return a tuple: the model, then what it is "
     "called with (for a plain function the parameters first)."
 )
+_MSG_RAISED = "{text} raised an error{place}: {what}. --traceback shows all of it."
 _MSG_RULES = (
     "{path} is not a file of rules: its name ends in {suffix!r}, not in .yaml, .yml or .json."
 )
@@ -72,7 +74,7 @@ def load_model(text: str) -> tuple[Any, tuple[Any, ...]]:
     function = load_function(text)
     if not callable(function):
         raise Misuse(_MSG_FORM.format(text=text))
-    made = function()
+    made = _carefully(text, function)
     if not isinstance(made, tuple) or not made:
         raise Misuse(_MSG_RETURNED.format(text=text, found=f"a {type(made).__name__}"))
     return made[0], made[1:]
@@ -112,7 +114,7 @@ def load_names(file: str | None) -> list[tuple[Any, ...]] | None:
         raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
     try:
         entries = yaml.safe_load(pathlib.Path(file).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise Misuse(f"{file} is not YAML: {error}") from error
     if not isinstance(entries, list) or not all(isinstance(entry, list) for entry in entries):
         raise Misuse(_MSG_NAMES.format(path=file))
@@ -148,9 +150,22 @@ def _import(name: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        return _carefully(name, lambda: importlib.import_module(name))
     except ImportError as error:
         raise Misuse(_MSG_NO_MODULE.format(module=name, error=error)) from error
+
+
+def _carefully(text: str, run: Callable[[], Any]) -> Any:
+    """What the user's code returns; its errors say whose they are and where they were raised."""
+    try:
+        return run()
+    except Exception as error:
+        if isinstance(error, ImportError) and error.name == text:
+            raise
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        what = "".join(traceback.format_exception_only(error)).strip()
+        raise ValueError(_MSG_RAISED.format(text=text, place=place, what=what)) from error
 
 
 def _from_file(path: str) -> ModuleType:
@@ -162,12 +177,14 @@ def _from_file(path: str) -> ModuleType:
     sys.path.insert(0, str(file.parent.resolve()))  # its own imports, as when it is run
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    loader = spec.loader
+    _carefully(path, lambda: loader.exec_module(module))
     return module
 
 
 def _near_file(path: str) -> str:
-    folder = pathlib.Path(path).parent
+    here = pathlib.Path(path)
+    folder = here.parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    close = get_close_matches(pathlib.Path(path).name, names, 1)
+    close = [n for n in get_close_matches(pathlib.Path(path).name, names, 2) if folder / n != here]
     return f" Did you mean {str(folder / close[0])!r}?" if close else ""

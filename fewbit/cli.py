@@ -11,6 +11,8 @@ Exit codes: 0 all is well, 1 something is wrong with the data or the machine, 2 
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,8 +22,16 @@ from fewbit._version import __version__
 
 _MODEL = (
     "module:function or file.py:function; the function returns (model, *inputs) as fewbit.plan "
-    "takes them, parameters and inputs may be abstract"
+    "takes them, parameters and inputs may be abstract; a Linen module's variables may come before "
+    "its inputs"
 )
+_OPTIONS = {
+    "Pass strict=False": "Give --no-strict",
+    "pass resume=False": "give --restart",
+    "Map names to parameters: names=[(pattern, replacement), ...]": (
+        "Map names to parameters: --names FILE, a line - [pattern, replacement] for each"
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,19 +42,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     True
     """
     args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without box characters is no reason
+            stream.reconfigure(errors="replace")
     try:
-        return args.run(args)
-    except Misuse as error:
-        print(f"fewbit {args.command}: {error}", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, OSError) as error:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `fewbit inspect model | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:
         if args.traceback:
             raise
-        print(f"fewbit {args.command}: {error}", file=sys.stderr)
-        return 1
+        print(f"fewbit {args.command}: {_spoken(error)}", file=sys.stderr)
+        return 2 if isinstance(error, Misuse) else 1
     except KeyboardInterrupt:
-        print(f"fewbit {args.command}: stopped", file=sys.stderr)
+        again = "; the same command goes on from here" if args.command == "quantize" else ""
+        print(f"fewbit {args.command}: stopped{again}", file=sys.stderr)
         return 130
+
+
+def _spoken(error: Exception) -> str:
+    """What an error says, in the words of the command line."""
+    text = str(error)
+    for python, option in _OPTIONS.items():
+        text = text.replace(python, option)
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument(
         "--stats", metavar="FILE", help="ranges for act_static_scale, from Statistics.save"
+    )
+    quantize.add_argument(
+        "--restart", action="store_true", help="drop what an unfinished run left, begin anew"
     )
     quantize.add_argument("--dry-run", action="store_true", help="check everything, write nothing")
     quantize.add_argument("--quiet", action="store_true", help="no progress bar")

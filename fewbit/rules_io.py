@@ -221,7 +221,10 @@ def _read(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
     if not path.is_file():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise FileNotFoundError(f"No rules file {str(path)!r}.{nearest(path.name, siblings)}")
-    return path.read_text(encoding="utf-8"), str(path)
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
 
 
 def _encode(rule: QuantizationRule, name: str, value: Any) -> Any:

@@ -35,6 +35,12 @@ def concrete():
 
 def forgot():
     return f
+
+def fails():
+    raise RuntimeError("no weights here")
+
+def listed():
+    return (lambda params, x: x @ params[0]), [np.ones((64, 64), "f")], np.ones((1, 64), "f")
 """
 NAMES = r"""
 - ['(.*)\.weight', '\1/kernel', T]
@@ -63,9 +69,11 @@ def folder(tmp_path_factory):
     return here
 
 
-def run(folder: pathlib.Path, *args: str) -> subprocess.CompletedProcess:
-    root = pathlib.Path(fewbit.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+ROOT = pathlib.Path(fewbit.__file__).parents[1]
+
+
+def run(folder: pathlib.Path, *args: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120", **environment}
     command = [sys.executable, "-m", "fewbit", *args]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
 
@@ -166,6 +174,15 @@ def test_report_of_an_nnx_model(tmp_path):
         (("plan", "toy:abstract", "--rule", "weight_qtype=int5x"), 2, "Did you mean 'int5'"),
         (("plan", "toy:abstract", "--rules", "names.txt"), 2, "no file 'names.txt'"),
         (("plan", "toy:abstract", "--rule", "module_path=left,weight_qtype=int8"), 1, "left"),
+        (
+            ("plan", "toy:abstract", "--rule", "module_path=left,weight_qtype=int8"),
+            1,
+            "--no-strict",
+        ),
+        (("plan", "toy:abstract", "--rules", "binary.yaml"), 2, "binary.yaml is no text in UTF-8"),
+        (("plan", "toy:fails", "--rule", RULE), 1, "toy.py, line 26): RuntimeError: no weights"),
+        (("plan", "broken.py:f", "--rule", RULE), 1, "SyntaxError"),
+        (("plan", "needy.py:f", "--rule", RULE), 1, "No module named 'not_installed'"),
         (("verify", "nothing"), 1, "does not exist"),
         (("inspect", "toy.py"), 1, "toy.py"),
         (("report", "small", "--model", "toy:abstract"), 2, "abstract values"),
@@ -174,5 +191,103 @@ def test_report_of_an_nnx_model(tmp_path):
 def test_misuse_and_bad_data_say_what_is_wrong(folder, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    (folder / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    (folder / "broken.py").write_text("def f(:")
+    (folder / "needy.py").write_text("import not_installed")
     assert main(arguments) == code
     assert said in capsys.readouterr().err
+
+
+STATIC = "weight_qtype=int8,act_qtype=int8,act_static_scale=true"
+
+
+def test_static_ranges_want_statistics_of_this_model_in_a_dry_run_too(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    call = ["quantize", "toy:concrete", "m.safetensors", "static", "--names", "names.yaml"]
+    call += ["--rule", STATIC, "--quiet"]
+    assert main(call) == 2
+    assert "static ranges (act_static_scale) of 2 operands: up/kernel" in capsys.readouterr().err
+    made: dict = {}
+    exec(MODEL, made)
+    f, params, x = made["concrete"]()
+    rule = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    fewbit.calibrate(lambda p, x: x @ p["w"], [rule], {"w": x.T}, [x]).save("other.stats")
+    assert main([*call, "--dry-run", "--stats", "other.stats"]) == 1
+    assert "statistics of another model" in capsys.readouterr().err
+    stats = fewbit.calibrate(f, [rule], params, [x])
+    stats.save("own.stats")
+    assert main([*call, "--dry-run", "--stats", "own.stats"]) == 0
+    assert not (folder / "static").exists()
+    assert main([*call, "--stats", "own.stats"]) == 0
+    found = fewbit.load("static").params
+    wanted = fewbit.quantize_params(params, fewbit.plan(f, [rule], params, x), stats)
+    run_it = fewbit.quantize_model(f, fewbit.PtqProvider([rule]))
+    np.testing.assert_array_equal(run_it(found, x), run_it(wanted, x))
+
+
+def test_an_unfinished_run_of_another_source_can_be_dropped(folder, tmp_path, monkeypatch, capsys):
+    from safetensors.numpy import load_file, save_file
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tensors = load_file("m.safetensors")
+    bad = {name: array.copy() for name, array in tensors.items()}
+    bad["up.weight"][0, 0] = np.nan
+    save_file(bad, tmp_path / "a.safetensors")
+    call = ["quantize", "toy:abstract", str(tmp_path / "a.safetensors"), str(tmp_path / "out")]
+    call += ["--names", "names.yaml", "--rule", RULE, "--quiet"]
+    assert main(call) == 1
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert main(call) == 1
+    assert "give --restart to drop it" in capsys.readouterr().err
+    assert main([*call, "--restart"]) == 0 and fewbit.verify(tmp_path / "out").ok
+
+
+def test_lists_of_a_function_stay_lists(folder, tmp_path, monkeypatch):
+    from safetensors.numpy import save_file
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    save_file({"0": np.ones((64, 64), "f")}, tmp_path / "a.safetensors")
+    source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "out")
+    assert main(["quantize", "toy:listed", source, target, "--rule", RULE, "--quiet"]) == 0
+    assert isinstance(fewbit.load(target).params, list)
+
+
+LINEN = """
+import flax.linen as nn, jax, jax.numpy as jnp
+x = jnp.ones((2, 32))
+def bare(): return nn.Dense(32), x
+def whole(): return nn.Dense(32), nn.Dense(32).init(jax.random.key(0), x), x
+"""
+
+
+def test_one_function_serves_plan_and_report_of_a_linen_module(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "dense.py").write_text(LINEN)
+    made: dict = {}
+    exec(LINEN, made)
+    model, variables, x = made["whole"]()
+    plan = fewbit.plan(model, [fewbit.QuantizationRule(weight_qtype="int8")], x)
+    fewbit.save("small", fewbit.quantize_params(variables["params"], plan), plan)
+    for name in ("bare", "whole"):
+        assert main(["plan", f"dense.py:{name}", "--rule", "weight_qtype=int8", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == json.loads(plan.to_json())
+    assert main(["report", "small", "--model", "dense.py:whole"]) == 0
+    assert main(["report", "small", "--model", "dense.py:bare"]) == 2
+    assert "returns (model, params, *inputs)" in capsys.readouterr().err
+    (tmp_path / "toy.py").write_text(MODEL)
+    assert main(["report", "small", "--model", "toy.py:concrete"]) == 2
+    assert "returned a function, and the checkpoint's plan is of a Linen" in capsys.readouterr().err
+
+
+def test_what_reads_the_output_may_be_narrow_or_leave(folder):
+    done = run(folder, "inspect", "small", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "int4" in done.stdout, done.stderr
+    command = [sys.executable, "-m", "fewbit", "plan", "toy:abstract", "--rule", RULE, "--json"]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)}) as left:  # fmt: skip
+        left.stdout.close()
+        assert left.stderr.read() == b""
