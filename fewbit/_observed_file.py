@@ -27,6 +27,9 @@ _MSG_NEWER = (
     "{path} is in format {found} of fewbit statistics, and this fewbit ({own}) reads up to "
     "{version}. Use a newer fewbit (it was written by {writer}), or calibrate again."
 )
+_MSG_FAILED = (
+    "The statistics cannot be written to {path}: {reason}. What was there before is whole."
+)
 _MSG_DAMAGED = "{path} is damaged: {what}. Take another copy of the file, or calibrate again."
 _MSG_CHECKSUM = "the checksum of {array} is {found}, expected {wanted}"
 
@@ -67,7 +70,11 @@ def save(stats: Statistics, path: str | os.PathLike[str]) -> None:
             for member, data in {_MANIFEST: text, **arrays}.items():
                 archive.writestr(zipfile.ZipInfo(member, _EPOCH), data)
 
-    write_atomically(path, write)
+    try:
+        write_atomically(path, write)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, _MSG_FAILED.format(path=path, reason=reason)) from error
 
 
 def load(path: str | os.PathLike[str]) -> Statistics:

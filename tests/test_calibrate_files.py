@@ -213,6 +213,13 @@ def test_mutated_files_are_clear_errors(path):
     assert loaded < 75
 
 
+def test_a_target_that_cannot_be_written(tmp_path):
+    with says(OSError, f"The statistics cannot be written to {tmp_path}: Is a directory. What was"):
+        collect(STATIC).save(tmp_path)
+    with says(OSError, "No such file or directory"):
+        collect(STATIC).save(tmp_path / "nowhere" / "stats.npz")
+
+
 def test_statistics_of_another_model(path):
     stats = Statistics.load(path)
     params = {"w": normal(0, 6, 7)}

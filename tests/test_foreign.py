@@ -413,6 +413,21 @@ FAULTS = {
         config(quant_method="gptq", bits=5),
         "has 5 bits, and gptq is read with 2, 3, 4, 8. Dequantize it",
     ),
+    "groups of nothing": (
+        lambda t, b: None,
+        config(quant_method="gptq", bits=4, group_size=0),
+        "its groups are of 0 inputs. Check that config.json",
+    ),
+    "groups of a word": (
+        lambda t, b: None,
+        config(quant_method="gptq", bits=4, group_size="all"),
+        "its groups are of 'all' inputs",
+    ),
+    "codes in a row": (
+        lambda t, b: t.update({b + "qweight": t[b + "qweight"].ravel()}),
+        SAID,
+        r"qweight does not fit a weight: expected two axes, found \(64,\)",
+    ),
     "marlin": (
         lambda t, b: None,
         config(quant_method="gptq", bits=4, checkpoint_format="marlin"),
@@ -496,6 +511,8 @@ def test_unknown_methods_and_missing_configs(tmp_path):
         "'gptq', 'awq' are",
     ):
         fewbit.read_checkpoint(tensors, config=config(quant_method="bitsandbytes"))
+    with pytest.raises(CheckpointError, match="a quantization_config that is no object"):
+        fewbit.read_checkpoint(tensors, config={"quantization_config": [4]})
     write_file(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match="looks quantized .*qweight.*no config.json"):
         fewbit.read_checkpoint(tmp_path)
@@ -512,6 +529,9 @@ def test_unknown_methods_and_missing_configs(tmp_path):
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):
+    fewbit.save(tmp_path / "own", {"w": np.zeros(3)})
+    with pytest.raises(CheckpointError, match="is a checkpoint of fewbit. fewbit.load"):
+        fewbit.read_checkpoint(tmp_path / "own")
     with pytest.raises(CheckpointError, match="has no safetensors file. Give a .safetensors file"):
         fewbit.read_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be opened"):

@@ -47,10 +47,9 @@ def read(weight: Foreign) -> Kernel:
     if _version(config) != "gemm":
         raise weight.error(_MSG_VERSION.format(found=_version(config)), fix=_FIX_VERSION)
     bits = weight.check_bits(_either(config, "bits", "w_bit"), BITS)
-    qweight, scales = weight.need("qweight", "int32"), weight.need("scales", *FLOATS)
+    qweight, scales = weight.need_matrix("qweight", "int32"), weight.need("scales", *FLOATS)
     rows, columns = qweight.shape[0], qweight.shape[1] * 32 // bits
-    group = _either(config, "group_size", "q_group_size")
-    group = rows if group in (-1, None) else int(group)
+    group = weight.check_group(_either(config, "group_size", "q_group_size"), rows)
     groups = -(-rows // group)
     why = f"a qweight of {rows}x{columns} codes of {bits} bits in groups of {group}"
     weight.check_shape("scales", scales, (groups, columns), why)

@@ -111,8 +111,7 @@ def _spread(
     out, rows = shape
     if array.size == 1:
         return rows, array.reshape(1, 1)
-    group = settings.get("group_size")
-    group = rows if group in (None, -1) else int(group)
+    group = weight.check_group(settings.get("group_size"), rows)
     if array.ndim == 1:
         array = array[:, None]
     why = f"a weight of {out}x{rows} in groups of {group}"

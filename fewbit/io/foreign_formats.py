@@ -27,6 +27,7 @@ _FIX_UNKNOWN = (
     "fewbit.quantize_checkpoint(src, dst, plan)."
 )
 _MSG_JSON = "is no JSON ({reason})"
+_MSG_SETTINGS = "has a quantization_config that is no object ({found})"
 
 
 def read_config(place: str, *, named: bool = False) -> dict[str, Any] | None:
@@ -68,6 +69,8 @@ def quantization_of(
         settings = config
     if settings is None:
         return None
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(path, _MSG_SETTINGS.format(found=cut(settings)))
     method = str(settings.get("quant_method", "")).replace("_", "-").lower()
     if not method and "config_groups" in settings:
         method = "compressed-tensors"

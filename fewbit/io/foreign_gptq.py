@@ -65,11 +65,10 @@ def read(weight: Foreign) -> Kernel:
         raise weight.error(_MSG_FORMAT.format(found=version), fix=_FIX_FORMAT)
     settings = _settings(weight)
     bits = weight.check_bits(settings.get("bits"), BITS)
-    qweight, qzeros = weight.need("qweight", "int32"), weight.need("qzeros", "int32")
+    qweight, qzeros = weight.need_matrix("qweight", "int32"), weight.need("qzeros", "int32")
     scales = weight.need("scales", *FLOATS)
     rows, columns = qweight.shape[0] * 32 // bits, qweight.shape[1]
-    group = settings.get("group_size", -1)
-    group = rows if group in (-1, None) else int(group)
+    group = weight.check_group(settings.get("group_size", -1), rows)
     groups = -(-rows // group)
     why = f"a qweight of {rows}x{columns} codes of {bits} bits in groups of {group}"
     weight.check_shape("scales", scales, (groups, columns), why)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit.io.errors import CheckpointError
+from fewbit.io.errors import CheckpointError, cut
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray
 
@@ -17,6 +17,7 @@ _MSG_MISSING = "is quantized with {method}, but {part} is missing; the checkpoin
 _MSG_SHAPE = "cannot be read: {part} does not fit {why}"
 _MSG_DTYPE = "cannot be read: {part} has another type"
 _MSG_BITS = "has {bits!r} bits, and {method} is read with {known}"
+_MSG_GROUP = "cannot be read: its groups are of {found} inputs"
 _FIX_MISSING = "Fetch all files of the checkpoint again; a shard or the index is not whole."
 _FIX_OTHER = "Check that config.json and these files belong together."
 _FIX_BITS = (
@@ -80,6 +81,23 @@ class Foreign:
             what = _MSG_BITS.format(bits=bits, method=self.method, known=words)
             raise self.error(what, fix=_FIX_BITS)
         return int(bits)
+
+    def check_group(self, size: Any, rows: int) -> int:
+        """The inputs that share a scale; -1 and None are all of them."""
+        if size in (-1, None):
+            return rows
+        if not isinstance(size, int) or size < 1:
+            raise self.error(_MSG_GROUP.format(found=cut(size)), fix=_FIX_OTHER)
+        return size
+
+    def need_matrix(self, part: str, *dtypes: str) -> np.ndarray:
+        """A part with two axes."""
+        array = self.need(part, *dtypes)
+        if array.ndim != 2:
+            what = _MSG_SHAPE.format(part=part, why="a weight")
+            shape = tuple(array.shape)
+            raise self.error(what, expected="two axes", found=shape, fix=_FIX_OTHER)
+        return array
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from fewbit.io.safetensors_file import SafetensorsFile
 
 INDEX = ".safetensors.index.json"
 
+OWN = "fewbit.json"
+
+_MSG_OURS = "is a checkpoint of fewbit"
+_FIX_OURS = "fewbit.load(path) loads it."
 _MSG_NOTHING = "has no safetensors file"
 _FIX_NOTHING = (
     "Give a .safetensors file or the folder of a checkpoint. PyTorch's .bin files are pickles, "
@@ -103,6 +107,8 @@ def _shards(path: str) -> Mapping[str, list[str] | None]:
             return _indexed(path)
         return {path: None}
     listing = sorted(os.listdir(path))
+    if OWN in listing:
+        raise CheckpointError(path, _MSG_OURS, fix=_FIX_OURS)
     indexes = [name for name in listing if name.endswith(INDEX)]
     if indexes:
         preferred = "model" + INDEX
