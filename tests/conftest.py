@@ -1,14 +1,26 @@
 """Hostile settings for every test: eight host devices, strict promotion (warnings: pyproject)."""
 
+import atexit
 import fnmatch
 import os
 import pathlib
+import re
+import shutil
+import tempfile
 
 # Before the first import of jax: the device count is read once, when the CPU client starts.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The workers of a run, and the processes that tests start, compile the same small programs: once is
+# enough. The cache is as old as the run, so that no test meets what another version compiled.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.mkdtemp(prefix="fewbit-compiled-")
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
@@ -16,6 +28,12 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Sweeps over formats run with these in `make test-all` only; the others stand for them.
+RARE_FORMATS = {
+    *("int2", "int5", "int6", "int7", "int16", "uint4", "uint8", "mxfp8_16", "float8_e3m4"),
+    *("float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
+}
+LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
 
 
@@ -46,6 +64,22 @@ def read_skips(path):
             )
         allowed[pattern.strip()] = reason.strip()
     return allowed
+
+
+def pytest_collection_modifyitems(items):
+    """Marks as long what tests/long.txt lists, and sweeps over rare formats."""
+    lines = LONG_FILE.read_text(encoding="utf-8").splitlines()
+    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for item in items:
+        words = set(re.split(r"[-, ]+", item.nodeid.partition("[")[2].rstrip("]")))
+        listed = any(fnmatch.fnmatchcase(_bracketless(item.nodeid), p) for p in patterns)
+        if listed or words & RARE_FORMATS:
+            item.add_marker(pytest.mark.long)
+
+
+def _bracketless(nodeid):
+    """Parameters after a colon: brackets mean something to fnmatch."""
+    return nodeid.replace("[", ":").replace("]", "")
 
 
 class SkipJudge:

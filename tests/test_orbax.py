@@ -42,8 +42,8 @@ TREES = {
     "uneven, packed": lambda: fewbit.pack({"w": weight("int3", (50, 7), 24)}),
     "zero points": lambda: {"w": weight("int4", method="minmax"), "none": None},
     "second level": lambda: {"w": weight("nvfp4")},
-    # Orbax has no uint4, the storage of nf4: pack it first.
-    "nf4, packed": lambda: fewbit.pack({"w": weight("nf4"), "v": weight("nf4", (7, 5))}),
+    # Orbax has no uint4, the storage of nf4: only what kernels read goes through, packed.
+    "nf4, packed": lambda: fewbit.pack({"w": weight("nf4", (64, 64))}),
 }
 
 
