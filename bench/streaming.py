@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit
-from fewbit.io._stream_progress import peak_memory
+from fewbit._progress import peak_memory
 from fewbit.io.safetensors_file import SafetensorsWriter, dtype_name
 
 WIDTH, HIDDEN, VOCABULARY = 4096, 11008, 32000
