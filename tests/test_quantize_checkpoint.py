@@ -686,7 +686,8 @@ def test_scales_that_float16_cannot_hold_are_told(tmp_path):
 
 def test_progress_on_a_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("fewbit.io._stream_progress._EVERY", 0)
+    monkeypatch.setattr("fewbit._progress._EVERY", 0)
+    monkeypatch.setattr("fewbit._progress._PATIENCE", 0)
     path = source(tmp_path)
     fewbit.quantize_checkpoint(path, tmp_path / "out", plan_of(), NAMES)
     text = capsys.readouterr().err
