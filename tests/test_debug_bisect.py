@@ -168,6 +168,8 @@ def test_progress_is_shown_where_somebody_looks(monkeypatch):
     def model(params, x):
         return x @ params["a"] @ params["b"]
 
+    monkeypatch.setattr("fewbit._progress._EVERY", 0)
+    monkeypatch.setattr("fewbit._progress._PATIENCE", 0)
     params = {"a": normal(0, 16, 16), "b": normal(1, 16, 16)}
     qf, qparams, _ = quantized(model, rules_with(b="int2"), params, X)
     for progress in (True, False):
