@@ -16,6 +16,8 @@ Imports go downwards only: formats and arrays, ops, rules, trace/plan/interpret,
 framework is imported until a model of its kind is seen.
 """
 
+import typing as _typing
+
 from fewbit import kernels as kernels
 from fewbit._plan import Plan as Plan
 from fewbit._plan import Site as Site
@@ -24,15 +26,8 @@ from fewbit._trainable import merge_trainable as merge_trainable
 from fewbit._trainable import split_trainable as split_trainable
 from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
-from fewbit.calibrating import Batch as Batch
-from fewbit.calibrating import calibrate as calibrate
 from fewbit.current import get_current_rule as get_current_rule
 from fewbit.engine import UntraceableModelError as UntraceableModelError
-from fewbit.io.errors import CheckpointError as CheckpointError
-from fewbit.io.inspecting import inspect as inspect
-from fewbit.io.inspecting import verify as verify
-from fewbit.io.loading import load as load
-from fewbit.io.saving import save as save
 from fewbit.layouts import pack as pack
 from fewbit.layouts import unpack as unpack
 from fewbit.models import plan as plan
@@ -40,9 +35,6 @@ from fewbit.models import quantize_model as quantize_model
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
 from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
 from fewbit.modes.ptq import PtqProvider as PtqProvider
-from fewbit.observed import Statistics as Statistics
-from fewbit.observers import Observer as Observer
-from fewbit.observers import register_observer as register_observer
 from fewbit.ops import conv_general_dilated as conv_general_dilated
 from fewbit.ops import dot as dot
 from fewbit.ops import dot_general as dot_general
@@ -66,6 +58,30 @@ from fewbit.rules_io import rules_from_yaml as rules_from_yaml
 from fewbit.rules_io import rules_to_json as rules_to_json
 from fewbit.rules_io import rules_to_yaml as rules_to_yaml
 from fewbit.static_scales import QuantizedParams as QuantizedParams
+
+if (
+    _typing.TYPE_CHECKING
+):  # loaded when first used (fewbit._later.LAZY): importing fewbit stays quick
+    from fewbit.calibrating import Batch as Batch
+    from fewbit.calibrating import calibrate as calibrate
+    from fewbit.io.errors import CheckpointError as CheckpointError
+    from fewbit.io.inspecting import inspect as inspect
+    from fewbit.io.inspecting import verify as verify
+    from fewbit.io.loading import load as load
+    from fewbit.io.prequantized import process_prequantized_params as process_prequantized_params
+    from fewbit.io.quantize_checkpoint import quantize_checkpoint as quantize_checkpoint
+    from fewbit.io.read_checkpoint import read_checkpoint as read_checkpoint
+    from fewbit.io.restored_rules import restore_quantization_rules as restore_quantization_rules
+    from fewbit.io.saving import save as save
+    from fewbit.observed import Statistics as Statistics
+    from fewbit.observers import Observer as Observer
+    from fewbit.observers import register_observer as register_observer
+
+
+def __dir__() -> list[str]:
+    from fewbit._later import LAZY
+
+    return sorted({*globals(), *LAZY})
 
 
 def __getattr__(name: str) -> object:
