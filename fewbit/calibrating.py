@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from fewbit import _calibrating_messages as messages
-from fewbit import _observers_own as _observers_own
 from fewbit._plan import Plan
 from fewbit._plan_messages import Complaint, complaints
 from fewbit._progress import progress as with_progress

@@ -127,6 +127,8 @@ def register_observer(observer: Observer) -> Observer:
 
 def observer_named(name: str) -> Observer:
     """The observer of this name."""
+    from fewbit import _observers_own as _observers_own  # registers ours; it stands on this file
+
     if name not in _registry:
         close = get_close_matches(name, _registry, 1, 0.5)
         near = f" Did you mean {close[0]!r}?" if close else ""
