@@ -110,7 +110,6 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="compare every tensor with its checksum")
     verify.add_argument("checkpoint")
-    verify.add_argument("--quiet", action="store_true", help="no progress bar")
     verify.set_defaults(run=_commands.verify)
 
     report = commands.add_parser("report", help="a page about a checkpoint, for a browser")

@@ -425,3 +425,16 @@ def test_shards_cannot_lead_out_of_the_folder(tmp_path):
     edited(tmp_path / "m", lambda d: d["shards"][0].update(file="../m/../secret.safetensors"))
     with pytest.raises(CheckpointError, match="expected weights-<number>-of-<count>-<hash>"):
         fewbit.load(tmp_path / "m")
+
+
+def test_a_missing_parent_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no folder .*nowhere; make it first"):
+        fewbit.save(tmp_path / "nowhere" / "model", {"w": np.ones(3)})
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("value", [b"abc", {1, 2}, 1j])
+def test_data_that_would_be_lost_is_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="note: .* cannot be saved"):
+        fewbit.save(tmp_path / "model", {"w": np.ones(3), "note": value})
+    assert not (tmp_path / "model").exists()

@@ -180,6 +180,9 @@ class Folder:
         """What to tell the user about an error of the disk."""
         kept = _KEPT_OLD if os.path.exists(os.path.join(self.path, _manifest.FILE)) else _KEPT_NONE
         reason = error.strerror or str(error)
+        parent = os.path.dirname(os.path.abspath(self.path))
+        if not os.path.isdir(parent):
+            reason += f": there is no folder {parent}; make it first"
         return CheckpointError(self.path, _MSG_FAILED.format(reason=reason, kept=kept))
 
     def _named(self) -> set[str] | None:

@@ -40,6 +40,9 @@ _MSG_KEYS = (
     "integers, in files as in JAX; rename them."
 )
 _MSG_DTYPE = "{path}: {dtype} arrays cannot be saved. Convert it, or leave it out of the tree."
+_MSG_DATA = (
+    "{path}: {found} cannot be saved. Make it an array or text, or leave it out of the tree."
+)
 _MSG_BOX = (
     "{path}: a box of class {kind} cannot be saved; nn.Partitioned and nn.LogicallyPartitioned "
     "can. Take the values out: flax.core.meta.unbox(params)."
@@ -175,6 +178,8 @@ class TreeEncoder:
             odd = isinstance(value, float) and not math.isfinite(value)
             return {"number": repr(value) if odd else value}
         shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if isinstance(value, bytes | bytearray | set | frozenset | complex):
+            raise ValueError(_MSG_DATA.format(path=path, found=describe(value)))
         if shape is None or dtype is None:
             return {"opaque": describe(value)}
         if isinstance(value, jax.core.Tracer):
