@@ -27,7 +27,7 @@ help:  ## list the targets
 	$(BUILD_REQUIRES) > .venv/build-requires.txt
 	$(BIN)/python -m pip install --quiet -r .venv/build-requires.txt
 	$(BIN)/python -m pip install --quiet --no-build-isolation \
-	  --config-settings=cmake.define.FEWBIT_WERROR=ON -e '.[dev,flax]'
+	  --config-settings=cmake.define.FEWBIT_WERROR=ON -e '.[dev,flax,keras]'
 	touch $@
 
 # The libraries that results are compared with must not choose the versions that we test with.

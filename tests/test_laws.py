@@ -84,8 +84,8 @@ LAYERS = [
 # Which files know a framework. Everything else speaks JAX alone.
 FRAMEWORKS = {
     "flax": ["models/linen*", "models/nnx*", "models/flax_*"],
-    "keras": ["models/keras/*", "models/keras.py", "keras.py", "keras/*"],
-    "keras_hub": ["models/keras/*"],
+    "keras": ["keras/*"],
+    "keras_hub": ["keras/*"],
     "haiku": [],
     "equinox": [],
     "tensorflow": ["modes/odml*", "io/litert*"],

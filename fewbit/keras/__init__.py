@@ -1,0 +1,1 @@
+"""Keras 3 models on the JAX backend, quantized layer by layer."""

@@ -1,0 +1,76 @@
+"""The classes of quantized layers: `QStaticDense` is a Dense whose call is interpreted.
+
+A user's layer becomes one by changing the class of the instance; no class of a library changes.
+"""
+
+import functools
+from typing import Any
+
+import keras
+
+from fewbit.keras._state import LayerState
+
+PREFIXES = {"static": "QStatic", "dynamic": "QDynamic", "weight_only": "QDynamic"}
+_MSG_KERAS_QUANTIZE = (
+    "{path} is quantized by fewbit ({rule}). Quantize the float model again instead of the "
+    "quantized one: keras' own quantize('{mode}') would find no float kernel here."
+)
+
+
+class QuantizedLayer:
+    """What quantized layers of every class have in common."""
+
+    _fewbit: LayerState
+    _fewbit_original: type[keras.Layer]
+
+    @property
+    def w_scale(self) -> Any:
+        """The scale of the quantized weight; by name where there are several."""
+        found = {name: part.value().array.scale for name, part in self._fewbit.stored.items()}
+        return next(iter(found.values())) if len(found) == 1 else found or None
+
+    @property
+    def a_scale(self) -> Any:
+        """The static scale of the input, if there is one; by name where there are several."""
+        return self._static("_scale")
+
+    @property
+    def a_zero_point(self) -> Any:
+        return self._static("_zero_point")
+
+    def _static(self, end: str) -> Any:
+        found = {n: s for n, s in self._fewbit.scales.items() if n.endswith(end)}
+        return next(iter(found.values())) if len(found) == 1 else found or None
+
+    def quantize(self, mode: Any = None, *args: Any, **kwargs: Any) -> None:
+        state = self._fewbit
+        raise ValueError(_MSG_KERAS_QUANTIZE.format(path=state.path, rule=state.rule, mode=mode))
+
+
+@functools.cache
+def quantized_class(original: type[keras.Layer], kind: str) -> type[keras.Layer]:
+    """The class of a quantized `original`; one per class and kind."""
+
+    @functools.wraps(original.call)
+    def call(self, *args, **kwargs):
+        return self._fewbit.run(self, args, kwargs)
+
+    name = PREFIXES[kind] + original.__name__
+    namespace = {
+        "call": call,
+        "_fewbit_original": original,
+        "__module__": __name__,
+        "__doc__": f"A {original.__name__} whose products run on few bits.",
+    }
+    return type(name, (QuantizedLayer, original), namespace)
+
+
+def is_quantized(layer: Any) -> bool:
+    """Whether fewbit made this layer quantized."""
+    return isinstance(layer, QuantizedLayer)
+
+
+def become(layer: keras.Layer, state: LayerState) -> None:
+    """Make the instance a quantized one, in place."""
+    layer.__class__ = quantized_class(type(layer), state.kind)
+    layer._fewbit = state

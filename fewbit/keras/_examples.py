@@ -1,0 +1,66 @@
+"""How a layer is called, as far as its products go: abstract inputs from the shapes it was built for.
+
+`register_calls` tells it for a layer that cannot be called on its build shapes alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+_CALLS: dict[type, Callable[[Any], Calls]] = {}
+_BATCH, _LENGTH = 1, 16  # what stands for an unknown size
+
+
+def register_calls(cls: type) -> Callable[[Callable[[Any], Calls]], Callable[[Any], Calls]]:
+    """Say how layers of this class (and its subclasses) are called: `[(args, kwargs), ...]`.
+
+    >>> import jax, keras
+    >>> @register_calls(keras.layers.Dense)
+    ... def calls(layer):
+    ...     return [((jax.ShapeDtypeStruct((1, 4), 'float32'),), {})]
+    >>> _ = _CALLS.pop(keras.layers.Dense)
+    """
+
+    def register(calls: Callable[[Any], Calls]) -> Callable[[Any], Calls]:
+        _CALLS[cls] = calls
+        return calls
+
+    return register
+
+
+def example_calls(layer: keras.Layer) -> Calls:
+    """Abstract arguments for every way in which the layer uses its weights."""
+    for cls in type(layer).__mro__:
+        if cls in _CALLS:
+            return _CALLS[cls](layer)
+    config = layer.get_build_config()
+    if not config:
+        return []
+    shapes = config.get("shapes_dict") or {"input_shape": config["input_shape"]}
+    given = [shape for shape in shapes.values() if shape is not None]
+    return [(tuple(abstract(layer, shape) for shape in given), {})]
+
+
+def abstract(layer: keras.Layer, shape: Any, dtype: str | None = None) -> Any:
+    """An input of a shape whose unknown sizes are small ones; a tree of them for a tree."""
+    if isinstance(shape, dict):
+        return {key: abstract(layer, value, dtype) for key, value in shape.items()}
+    if any(isinstance(size, list | tuple) for size in shape):
+        return [abstract(layer, each, dtype) for each in shape]
+    sizes = [
+        size if size is not None else (_BATCH if axis == 0 else _LENGTH)
+        for axis, size in enumerate(shape)
+    ]
+    return jax.ShapeDtypeStruct(tuple(sizes), dtype or layer.compute_dtype)
+
+
+@register_calls(keras.layers.Embedding)
+def _look_up(layer: Any) -> Calls:
+    calls: Calls = [((jax.ShapeDtypeStruct((_BATCH, _LENGTH), "int32"),), {})]
+    if hasattr(layer, "tie_weights"):  # a reversible one, of Keras or of KerasHub
+        hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, layer.output_dim), layer.compute_dtype)
+        calls.append(((hidden,), {"reverse": True}))
+    return calls

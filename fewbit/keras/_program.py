@@ -1,0 +1,98 @@
+"""A layer's float `call` as a pure function of its variables, traced once per way of calling it.
+
+The quantized layer runs that trace through the interpreter, so every layer whose products JAX can
+see is quantized by the same code, subclasses and layers of other libraries included.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import keras
+
+from fewbit.calls import Cache, Call, split_call
+from fewbit.engine import Runner
+from fewbit.jaxprs import scope_name
+from fewbit.static_scales import ScaleName
+
+_VARIABLES, _STORED, _SCALES = 0, 1, 4
+
+
+class LayerProgram:
+    """How one layer is called: `float_call` with `provider` deciding what happens at its Sites."""
+
+    def __init__(
+        self, layer: keras.Layer, float_call: Callable[..., Any], path: str, provider: Any
+    ):
+        self.layer, self.float_call, self.path, self.provider = layer, float_call, path, provider
+        self._runners: Cache[Runner] = Cache()
+
+    def prepare(
+        self,
+        own: Mapping[str, keras.Variable],
+        stored: dict[str, Any],
+        scales: dict[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        abstract: bool = False,
+        method: str = "__call__",
+    ) -> tuple[Runner, list[Any], list[keras.Variable]]:
+        """The runner for one call, the leaves to run it with, and the float variables it reads.
+
+        `own` are the variables that may be quantized; `stored` holds the values of those that are,
+        by name.
+        """
+        hollow = {name: v for name, v in own.items() if name in stored}
+        skipped = {id(v) for v in hollow.values()}
+        others = [v for v in self.layer.variables if id(v) not in skipped]
+        names = {id(v): name for name, v in own.items()}
+
+        def name(key: tuple[Any, ...]) -> str | None:
+            if key[0].idx == _VARIABLES:
+                own_name = names.get(id(others[key[1].idx]))
+                return None if own_name is None else f"{self.path}/{own_name}"
+            if key[0].idx == _STORED:
+                return f"{self.path}/{key[1].key}"
+            if key[0].idx == _SCALES:
+                return ScaleName(f"{self.path}/{key[1].key}")
+            return None
+
+        values = [_abstract(v) if abstract else v.value for v in others]
+        dynamic, call = split_call((values, stored, args, kwargs, scales), name)
+        runner = self._runners.get(
+            lambda: (call.key, method), lambda: self._runner(call, others, hollow, method)
+        )
+        return runner, dynamic, others
+
+    def _runner(
+        self,
+        call: Call,
+        others: list[keras.Variable],
+        hollow: dict[str, keras.Variable],
+        method: str,
+    ) -> Runner:
+        def pure(dynamic: list[Any]) -> Any:
+            values, stored, args, kwargs, _ = call.merge(dynamic)
+            mapping = [*zip(others, values, strict=True)]
+            mapping += [(v, stored[name]) for name, v in hollow.items()]
+            with keras.StatelessScope(state_mapping=mapping) as scope:
+                before = [scope.get_current_value(v) for v in others]
+                with jax.named_scope(scope_name(self.path, type(self.layer).__name__)):
+                    out = self.float_call(self.layer, *args, **kwargs)
+                after = [scope.get_current_value(v) for v in others]
+            changed = {
+                k: new
+                for k, (old, new) in enumerate(zip(before, after, strict=True))
+                if new is not old
+            }
+            return out, changed
+
+        what = f"Layer '{self.path}' ({type(self.layer).__name__})"
+        return Runner(
+            pure, self.provider, lambda key: call.names[key[0].idx], method=method, what=what
+        )
+
+
+def _abstract(variable: keras.Variable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(variable.shape), variable.dtype)

@@ -1,0 +1,59 @@
+"""What a quantized layer knows about itself, beside what Keras knows about it."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+
+from fewbit.keras._program import LayerProgram
+from fewbit.keras._variables import Stored, own_variables
+from fewbit.rules import QuantizationRule
+
+OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
+
+
+@dataclass(eq=False)
+class LayerState:
+    """One layer's decision and what it holds: quantized variables, static scales, its traces."""
+
+    path: str  # the layer's place in the model when it was quantized
+    rule: QuantizationRule
+    kind: str  # 'static' | 'dynamic' | 'weight_only'
+    program: LayerProgram
+    settings: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, Stored] = field(default_factory=dict)  # by the name of the variable
+    hollow: dict[str, keras.Variable] = field(default_factory=dict)
+    scales: dict[str, Any] = field(default_factory=dict)  # '<op_id>_lhs_scale': variable or array
+
+    def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's call, quantized."""
+        stored = {name: part.value() for name, part in self.stored.items()}
+        scales = {name: scale_value(scale) for name, scale in self.scales.items()}
+        own = {**named_variables(layer), **self.hollow}
+        runner, dynamic, others = self.program.prepare(own, stored, scales, args, kwargs)
+        out, changed = runner(dynamic)
+        for k, value in changed.items():
+            others[k].assign(value)
+        return out
+
+
+def scale_value(scale: Any) -> Any:
+    return scale.value if isinstance(scale, keras.Variable) else scale
+
+
+def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:
+    """A layer's own variables by name; a name that comes again gets a number."""
+    named: dict[str, keras.Variable] = {}
+    for variable in own_variables(layer):
+        name, number = variable.name, 2
+        while name in named:
+            name, number = f"{variable.name}_{number}", number + 1
+        named[name] = variable
+    return named
+
+
+def layer_rule(path: str, rule: QuantizationRule) -> QuantizationRule:
+    """The rule for one layer: at its own products and look-ups only, one static scale per operand."""
+    axes = tuple(range(8)) if rule.act_static_scale else rule.act_batch_axes
+    return rule.replace(module_path=re.escape(path), op_names=OPS, act_batch_axes=axes)

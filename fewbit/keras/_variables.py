@@ -1,0 +1,143 @@
+"""A layer's variable whose values are stored quantized, its parts being variables of their own.
+
+Keras tracks variables by layer and locks a layer once it is built; changing what a built layer
+holds is what Keras' own `quantize` and `enable_lora` do, by the same few names. All of them are
+used in this file alone.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from fewbit.qarray import WithAux, dequantize
+
+_PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")
+_KERAS_DTYPES = frozenset(
+    ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+    + ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+)
+_MSG_ASSIGN = (
+    "{path} is stored as {qtype} and cannot be assigned to. Set the float model's weights and "
+    "quantize it again, or load a saved quantized model: keras.saving.load_model(...)."
+)
+
+
+class QuantizedVariable(keras.Variable):
+    """A float variable without float values: reading it decodes the stored parts.
+
+    Inside a layer's own trace it has the traced value that `keras.StatelessScope` gives it.
+    """
+
+    def assign(self, value: Any) -> Any:
+        raise TypeError(_MSG_ASSIGN.format(path=self.path, qtype=self._fewbit_stored.qtype))
+
+
+@dataclass(eq=False)
+class Stored:
+    """The quantized value of one variable: its structure, and a Keras variable per array of it."""
+
+    name: str
+    treedef: Any
+    parts: list[keras.Variable]
+    dtypes: list[Any]
+
+    def value(self) -> WithAux:
+        """The value now: traced inside a `keras.StatelessScope` that maps the parts."""
+        arrays = [
+            _viewed(part.value, dtype) for part, dtype in zip(self.parts, self.dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, arrays)
+
+    @property
+    def qtype(self) -> str:
+        return str(self.value().array.qtype)
+
+
+def store(layer: keras.Layer, variable: keras.Variable, value: WithAux) -> Stored:
+    """Let `layer` hold `value` in place of the variable's floats, which are given up."""
+    leaves, treedef = jax.tree.flatten(value)
+    parts = add_parts(layer, variable, leaves)
+    stored = Stored(variable.name, treedef, parts, [leaf.dtype for leaf in leaves])
+    hollow(layer, variable, stored)
+    return stored
+
+
+def add_parts(
+    layer: keras.Layer, variable: keras.Variable, leaves: list[jax.Array]
+) -> list[keras.Variable]:
+    """One non-trainable variable per array of a quantized value."""
+    with unlocked(layer):
+        return [
+            add_variable(layer, f"{variable.name}_{_PARTS[k]}", leaf)
+            for k, leaf in enumerate(leaves)
+        ]
+
+
+def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Variable:
+    """A non-trainable variable that holds `value`, the layer being unlocked."""
+    held = _held(value)
+    return layer.add_weight(
+        name=name,
+        shape=held.shape,
+        dtype=str(held.dtype),
+        initializer=lambda shape, dtype=None: held,
+        trainable=False,
+        autocast=False,
+    )
+
+
+def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored) -> None:
+    """Give up the floats of a variable: from now on it reads what is stored."""
+    layer._untrack_variable(variable)
+    variable.__class__ = QuantizedVariable
+    variable._fewbit_stored = stored
+    variable._value = None
+    variable._initializer = lambda shape, dtype=None: dequantize(stored.value().array)
+
+
+@contextlib.contextmanager
+def unlocked(layer: keras.Layer) -> Iterator[None]:
+    """While a built layer may get new variables."""
+    locked = layer._tracker.locked
+    layer._tracker.unlock()
+    try:
+        yield
+    finally:
+        if locked:
+            layer._tracker.lock()
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables that a layer itself holds, not those of its sublayers."""
+    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    return list({id(v): v for v in own}.values())
+
+
+def sublayers(layer: keras.Layer) -> list[keras.Layer]:
+    """Every layer below this one, at any depth, each once."""
+    found = layer._flatten_layers(include_self=False, recursive=True)
+    return list({id(each): each for each in found}.values())
+
+
+def _held(value: Any) -> jax.Array:
+    """The array in a type that Keras knows; 8-bit types that it does not know as their bytes."""
+    array = jnp.asarray(value)
+    if array.dtype.name in _KERAS_DTYPES:
+        return array
+    if array.dtype.itemsize == 1:
+        return jax.lax.bitcast_convert_type(array, jnp.uint8)
+    raise TypeError(f"Keras has no type for {array.dtype.name}.")
+
+
+def _viewed(array: Any, dtype: Any) -> Any:
+    if array.dtype == dtype:
+        return array
+    if isinstance(array, np.ndarray):
+        return array.view(dtype)
+    return jax.lax.bitcast_convert_type(array, dtype)
