@@ -141,7 +141,7 @@ def observing(planned: Sequence[LayerPlan]) -> Iterator[list[Collector]]:
             del each.layer._fewbit
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _observed_class(original: type[keras.Layer]) -> type[keras.Layer]:
     @functools.wraps(original.call)
     def call(self, *args, **kwargs):

@@ -93,7 +93,9 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     layers = layers_of(model)
     choices = choose(quant_config, [(path, type(layer)) for path, layer in layers.items()])
     planned, plan = plan_layers(model, layers, choices)
-    if not planned and any(choice.config is None or choice.config.strict for choice in choices.values()):
+    if not planned and any(
+        choice.config is None or choice.config.strict for choice in choices.values()
+    ):
         why = " ".join(f"{note}." for note in plan.notes[:3])
         raise ValueError(_MSG_NOTHING.format(model=model.name, why=why))
     return planned, plan
@@ -115,8 +117,10 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
         state.stored[name] = store(layer, own[name], value, constant=constant)
         state.hollow[name] = own[name]
     for scale in each.plan.scales:
-        made = fixed_scale(scale) if is_fixed(scale) else static_scale(
-            scale, stats.statistic(scale.name)
+        made = (
+            fixed_scale(scale)
+            if is_fixed(scale)
+            else static_scale(scale, stats.statistic(scale.name))
         )
         for end, value in made.items():
             name = scale.name.rpartition("/")[2] + end
@@ -168,6 +172,7 @@ def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
 
 def _reached(planned: list[LayerPlan], stats: Any) -> list[LayerPlan]:
     """The layers whose every range is known; the others are an error or stay float."""
+
     def missed(each: LayerPlan) -> bool:
         return any(not is_fixed(s) and s.name not in stats.entries for s in each.plan.scales)
 
