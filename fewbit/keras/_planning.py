@@ -7,16 +7,19 @@ from typing import Any
 import keras
 
 from fewbit._plan import LeafPlan, Plan, stored_bytes
+from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError
 from fewbit.keras._choices import Choice
 from fewbit.keras._emulation import EmulatingProvider
-from fewbit.keras._examples import example_calls
+from fewbit.keras._examples import Calls, example_calls
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
 from fewbit.keras._variables import own_variables, sublayers
 from fewbit.models.planning import plan_runs
 from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
+
+_NOTE_CHANNELS = "a scale per channel instead of per group ({why})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +32,7 @@ class LayerPlan:
     choice: Choice
     program: LayerProgram
     plan: Plan
+    note: str = ""
 
 
 def layers_of(model: keras.Layer) -> dict[str, keras.Layer]:
@@ -69,6 +73,8 @@ def plan_layers(
         made = plan_layer(layer, path, choice) if candidate and choice.quantized else choice.reason
         if isinstance(made, LayerPlan):
             planned.append(made)
+            if made.note:
+                notes[path] = made.note
         elif candidate:
             notes[path] = made
     return planned, merge(planned, model, notes)
@@ -80,7 +86,23 @@ def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str
     if not calls:
         return "it was built without a recorded input shape; see fewbit.keras.register_calls"
     assert choice.rule is not None
-    rule = layer_rule(path, choice.rule)
+    try:
+        return _planned(layer, path, choice, layer_rule(path, choice.rule), calls)
+    except PlanError as error:
+        if choice.rule.tile_size is None:
+            return str(error)
+        first = error
+    try:  # groups are for products; a convolution, or a weight they do not divide, has channels
+        whole = layer_rule(path, choice.rule.replace(tile_size=None))
+        made = _planned(layer, path, choice, whole, calls)
+    except PlanError:
+        return str(first)
+    return made if isinstance(made, str) else replace(made, note=_NOTE_CHANNELS.format(why=first))
+
+
+def _planned(
+    layer: keras.Layer, path: str, choice: Choice, rule: QuantizationRule, calls: Calls
+) -> LayerPlan | str:
     provider = (EmulatingProvider if choice.emulate else PtqProvider)([rule])
     program = LayerProgram(layer, type(layer).call, path, provider)
     own = named_variables(layer)

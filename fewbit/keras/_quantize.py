@@ -106,7 +106,7 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
     layer, choice = each.layer, each.choice
     own = named_variables(layer)
     settings = {"granularity": choice.granularity, "emulate": choice.emulate}
-    state = LayerState(each.path, each.rule, choice.kind, each.program, settings)
+    state = LayerState(each.path, each.rule, str(choice.kind), each.program, settings)
     config = choice.config
     for leaf in each.plan.leaves:
         if leaf.how is None:

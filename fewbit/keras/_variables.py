@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from fewbit.numerics import dtype_bits
 from fewbit.qarray import WithAux, dequantize
+from fewbit.qarray import pack as pack_codes
 
 _PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")
 _KERAS_DTYPES = frozenset(
@@ -72,6 +74,7 @@ def store(
     layer: keras.Layer, variable: keras.Variable, value: WithAux, *, constant: bool = False
 ) -> Stored:
     """Let `layer` hold `value` in place of the variable's floats, which are given up."""
+    value = _at_whole_bytes(value)
     leaves, treedef = jax.tree.flatten(value)
     parts = list(leaves) if constant else add_parts(layer, variable, leaves)
     stored = Stored(variable.name, treedef, parts, [leaf.dtype for leaf in leaves])
@@ -134,6 +137,14 @@ def sublayers(layer: keras.Layer) -> list[keras.Layer]:
     """Every layer below this one, at any depth, each once."""
     found = layer._flatten_layers(include_self=False, recursive=True)
     return list({id(each): each for each in found}.values())
+
+
+def _at_whole_bytes(value: WithAux) -> WithAux:
+    """Codes narrower than a byte packed: Keras has no variables of 4 bits."""
+    q = value.array
+    if q.layout == "plain" and dtype_bits(q.data.dtype) < 8:
+        return value.replace(array=pack_codes(q))
+    return value
 
 
 def _held(value: Any) -> jax.Array:
