@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from keras_cases import (
     BOTH,
@@ -212,6 +213,7 @@ def test_groups():
     choice = choose(config, LAYERS[2:3])["net/dense"]
     assert (choice.granularity, choice.rule.tile_size) == ("per_group", 32)
     assert choose(DynamicQuantConfig("mxfp4"), LAYERS[2:3])["net/dense"].granularity == "per_group"
+    assert type(DynamicQuantConfig("int4", group_size=np.int64(32)).group_size) is int
     for wrong in (0, -1, 2.0, True, "32"):
         says(lambda wrong=wrong: DynamicQuantConfig("int4", group_size=wrong), "positive integer")
     says(

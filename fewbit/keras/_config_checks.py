@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from fewbit._errors import describe
 from fewbit._formats import ALIASES, FORMATS, Format
 from fewbit._rule_checks import (
@@ -270,8 +272,9 @@ def _check_mixed(where: str, weight: str, act: str | None) -> None:
 def _settle_groups(where: str, held: dict[str, Any], weight: Format) -> None:
     size = held["group_size"]
     if size is not None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(_MSG_GROUP.format(where=where, value=size))
+        held["group_size"] = size = int(size)
         types = [name for name in (held["weight_dtype"], held["activation_dtype"]) if name]
         check_tile(where, "group_size", size, types)
     grouped = size is not None or weight.tile is not None
