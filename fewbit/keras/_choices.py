@@ -278,7 +278,7 @@ def _unused_message(
     for first, earlier in enumerate(rules[:number]):
         if any(_rule_matches(earlier, *layer) for layer in reached):
             return _MSG_LATE_RULE.format(rule=rule, first=first)
-    near = nearest_places(rule.module_path, layers)
+    near = nearest_places(rule.module_path, layers, with_classes=False)
     if rule.op_names and any(re.fullmatch(rule.module_path, path) for path, _ in layers):
         near = f" The layers at that path have none of the ops {', '.join(rule.op_names)}."
     return _MSG_RULE.format(rule=rule, near=near)

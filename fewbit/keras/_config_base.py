@@ -110,6 +110,8 @@ class JaxBaseConfig:
             raise TypeError(_MSG_MODEL_INFO)
         configs = [self] if config_list is None else list(config_list)
         parts = [part for config in configs for part in config.parts]
+        for part in parts:
+            part.check()
         mapping = {}
         for path, layer_class in model_info:
             for part in parts:

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from fewbit._errors import describe
 from fewbit._formats import ALIASES, FORMATS, Format
 from fewbit._rule_checks import (
@@ -117,6 +119,10 @@ _MSG_UNUSED_METHOD = (
     "{where}: act_calibration_method={value!r} is for quantized activations, but activation_dtype "
     "is None (weight-only). Leave it out, or write activation_dtype='int8'."
 )
+_MSG_ATTENTION = (
+    "{where}: quantize_attention=True is about products of activations, but activation_dtype is "
+    "None (weight-only). Leave it out, or write activation_dtype='int8'."
+)
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
@@ -177,6 +183,18 @@ def following_dtype(weight: Format, static: bool) -> str | None:
     return "fp8_e4m3" if weight.kind == "float" and weight.tile is None else "int8"
 
 
+def following_granularity(weight: Format, group_size: int | None) -> str:
+    """The weights' granularity where none was given.
+
+    One scale for a tensor is the reference's default, and leaves little of four bits.
+
+    >>> [following_granularity(format_of(name), None) for name in ('int8', 'int4', 'mxfp8')]
+    ['per_tensor', 'per_channel', 'per_channel']
+    """
+    grouped = group_size is not None or weight.tile is not None
+    return "per_channel" if grouped or weight.bits < 8 else "per_tensor"
+
+
 def default_act_method(act_dtype: str | None, emulate: bool) -> str | None:
     """The activations' calibration method where none was given; None is the mode's own, 'absmax'.
 
@@ -218,7 +236,9 @@ def _check_dtype(where: str, field: str, value: Any) -> str | None:
 
 
 def _dtype_message(where: str, field: str, value: Any) -> str:
-    name = value.strip().lower() if isinstance(value, str) else getattr(value, "__name__", "")
+    name = (
+        value.strip().lower() if isinstance(value, str) else getattr(value, "__name__", str(value))
+    )
     if name in ("none", "null", "", *_PLAIN_FLOATS):
         only = "" if field == "weight_dtype" else "; for weight-only write activation_dtype=None"
         return _MSG_FLOAT.format(where=where, field=field, value=value, only=only)
@@ -252,15 +272,15 @@ def _check_mixed(where: str, weight: str, act: str | None) -> None:
 def _settle_groups(where: str, held: dict[str, Any], weight: Format) -> None:
     size = held["group_size"]
     if size is not None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(_MSG_GROUP.format(where=where, value=size))
+        held["group_size"] = size = int(size)
         types = [name for name in (held["weight_dtype"], held["activation_dtype"]) if name]
         check_tile(where, "group_size", size, types)
     grouped = size is not None or weight.tile is not None
     value = held["weight_scale_granularity"]
     if value is Follows.WEIGHTS:
-        # One scale for a tensor is the reference's default, and leaves little of four bits.
-        value = "per_channel" if grouped or weight.bits < 8 else "per_tensor"
+        value = following_granularity(weight, size)
     if value not in GRANULARITIES:
         hint = nearest(value, GRANULARITIES)
         raise ValueError(_MSG_GRANULARITY.format(where=where, value=value, hint=hint))
@@ -277,6 +297,8 @@ def _settle_calibration(where: str, static: bool, held: dict[str, Any]) -> None:
     if held["weight_calibration_method"] is None:
         raise TypeError(f"{where}: weight_calibration_method is None. Write 'absmax'.")
     check_calibration(where, "weight_calibration_method", held["weight_calibration_method"], weight)
+    if act is None and held["quantize_attention"]:
+        raise ValueError(_MSG_ATTENTION.format(where=where))
     if act is None and method is not None:
         raise ValueError(_MSG_UNUSED_METHOD.format(where=where, value=method))
     effective = method if method is not None else default_act_method(act, held["emulate"])

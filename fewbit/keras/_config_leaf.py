@@ -16,6 +16,7 @@ from fewbit.keras._config_checks import (
     Follows,
     check_names,
     default_act_method,
+    following_granularity,
     settle,
     unknown_field,
 )
@@ -28,7 +29,7 @@ from fewbit.keras._filters import (
     matches_class,
     matches_path,
 )
-from fewbit.numerics import qtype_name
+from fewbit.numerics import format_of, qtype_name
 
 _MSG_LOCAL = "{where}.set_local({entry!r}, ...): {problem}. {fix}"
 
@@ -139,7 +140,7 @@ class LeafConfig(JaxBaseConfig):
 
     def check(self) -> None:
         """Check again, for what was changed inside a list or inside a config of `set_local`."""
-        self._settle(self._given)
+        settle(type(self).__name__, self.static, self._given)
         for entry, config in self._local.values():
             self._check_local(entry, config)
             config.check()
@@ -165,10 +166,11 @@ class LeafConfig(JaxBaseConfig):
         """Whether the products inside attention are quantized.
 
         >>> from fewbit.keras.config import StaticQuantConfig
-        >>> StaticQuantConfig().quantizes_attention, StaticQuantConfig(emulate=True).emulate
-        (False, True)
+        >>> [StaticQuantConfig(emulate=emulate).quantizes_attention for emulate in (False, True)]
+        [False, True]
         """
-        return self.emulate if self.quantize_attention is None else self.quantize_attention
+        asked = self.quantize_attention
+        return self.activation_dtype is not None and (self.emulate if asked is None else asked)
 
     def set_local(self, operator_name_or_list: Any, config: LeafConfig) -> Any:
         """Give the layers that an entry, or each of a list of entries, names a config of their own.
@@ -269,6 +271,7 @@ class LeafConfig(JaxBaseConfig):
         >>> DynamicQuantConfig('int4', group_size=32).to_dict()['config']['group_size']
         32
         """
+        self.check()
         fields = {name: getattr(self, name) for name in DEFAULTS}
         shown = {
             name: [entry_name(e) for e in value] if isinstance(value, list) else value
@@ -294,8 +297,9 @@ class LeafConfig(JaxBaseConfig):
             "weight_dtype": self.weight_dtype,
             "activation_dtype": self.activation_dtype,
         }
-        for name, default in DEFAULTS.items():
-            value = self._given[name]
+        follows = following_granularity(format_of(self.weight_dtype), self.group_size)
+        for name, default in {**DEFAULTS, "weight_scale_granularity": follows}.items():
+            value = getattr(self, name)
             if name not in shown and value != default:
                 names = [entry_name(entry) for entry in value] if isinstance(value, list) else value
                 shown[name] = names

@@ -181,7 +181,7 @@ def in_white_list(white_list: Any, path: str, layer_class: type | str) -> bool:
     return first_entry(white_list, path, layer_class) is not None
 
 
-def nearest_places(entry: Entry, layers: Sequence[LayerInfo]) -> str:
+def nearest_places(entry: Entry, layers: Sequence[LayerInfo], with_classes: bool = True) -> str:
     """The tail of an error: which paths and classes of the model an entry could have meant.
 
     >>> nearest_places('dens_1', [('net/dense_1', 'Dense'), ('net/conv', 'Conv2D')])
@@ -191,7 +191,7 @@ def nearest_places(entry: Entry, layers: Sequence[LayerInfo]) -> str:
         return " The model has no layer that can be quantized."
     word = entry_name(entry).replace(".*", "").replace("\\", "").strip("^$/")
     classes = list(dict.fromkeys(class_names(cls)[0] for _, cls in layers))
-    near = difflib.get_close_matches(word, classes, 1, 0.6)
+    near = difflib.get_close_matches(word, classes if with_classes else [], 1, 0.6)
     if near:
         return f" The nearest layer class is {near[0]!r}."
     if isinstance(entry, type):
