@@ -97,8 +97,8 @@ class Traced:
 class Runner:
     """`pure`, traced for `provider`; calling it runs the quantized program under a cached jit.
 
-    `site_path` is 'module', 'owner' or 'leaf' (see `trace.analyse`). With `root=False` the function is a
-    submodule called on its own: paths are not the model's, so rules come from the weights
+    `site_path` is 'module', 'owner' or 'leaf' (see `trace.analyse`). With `root=False` the function
+    is a submodule called on its own: paths are not the model's, so rules come from the weights
     themselves.
     """
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from fewbit._qarray_panels import PanelArray
 from fewbit.qarray import QArray, dequantize
 
 _MSG_GRADIENT = (
@@ -64,12 +63,12 @@ def without_gradient(q: QArray, leaf: str) -> QArray:
 
     JAX refuses integer leaves by itself; codes that are floats (fp8) it would take for parameters.
     """
-    if isinstance(q, PanelArray):  # its bytes are integers, whatever they stand for
+    if q.layout != "plain":  # its bytes are integers, whatever they stand for
         return q
-    codes = q.qvalue
+    codes = q.data
     if isinstance(codes, jax.ShapeDtypeStruct) or not jnp.issubdtype(codes.dtype, jnp.inexact):
         return q
-    return q.replace(qvalue=_fixed(q.qvalue, (leaf, str(q.qtype))))
+    return q.replace(qvalue=_fixed(codes, (leaf, str(q.qtype))))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -1,7 +1,5 @@
 """Errors teach: each says what is wrong, where, what comes nearest, and the line that cures it."""
 
-import sys
-import types
 import warnings
 
 import flax.linen as nn
@@ -532,7 +530,7 @@ def test_gradients_of_a_quantized_nnx_model():
 
 
 def test_unsupported_models():
-    takes = "fewbit takes a Flax Linen module, a Flax NNX module or a function f(params, *args)."
+    takes = "takes a Flax Linen module, a Flax NNX module, a Keras model or a function f(params, *args)."
     with says(ValueError, "Unsupported model type: <class 'int'>.", takes):
         fewbit.quantize_model(3, PtqProvider(W8))
     with says(ValueError, "Unsupported model type: <class 'type'>.", "instance: Dense(...)"):
@@ -541,19 +539,6 @@ def test_unsupported_models():
         ValueError, "Unsupported model type: <class 'dict'>.", "quantize_params(params, plan)"
     ):
         fewbit.plan(PARAMS, W8, X)
-
-
-def test_a_keras_model(monkeypatch):
-    keras = types.ModuleType("keras")
-    keras.Model = type("Model", (), {"__call__": lambda self, x: x})
-    monkeypatch.setitem(sys.modules, "keras", keras)
-    mine = type("Classifier", (keras.Model,), {})()
-    with says(
-        NotImplementedError,
-        "Classifier is a Keras model, which fewbit does not take yet.",
-        "model.stateless_call(params, model.non_trainable_variables, x)[0]",
-    ):
-        fewbit.quantize_model(mine, PtqProvider(W8))
 
 
 def test_rules_where_a_provider_is_expected():

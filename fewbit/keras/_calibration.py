@@ -17,6 +17,7 @@ import numpy as np
 from fewbit._plan import Plan
 from fewbit.decisions import Decision
 from fewbit.engine import Runner, Traced
+from fewbit.jaxprs import scope_name
 from fewbit.keras._planning import LayerPlan
 from fewbit.keras._state import named_variables
 from fewbit.observed import Entry, Statistics, model_digest
@@ -56,7 +57,8 @@ class Collector:
         runner, dynamic, others = program.prepare(named_variables(layer), {}, {}, args, kwargs)
         if runner not in self._compiled:
             self._compiled[runner] = jax.jit(functools.partial(self._observed, runner))
-        (out, changed), readings = self._compiled[runner](dynamic)
+        with jax.named_scope(scope_name(self.layer_plan.path, type(layer).__name__)):
+            (out, changed), readings = self._compiled[runner](dynamic)
         for k, value in changed.items():
             others[k].assign(value)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(readings)):
@@ -132,7 +134,8 @@ def observing(planned: Sequence[LayerPlan]) -> Iterator[list[Collector]]:
         for collector in collectors:
             layer = collector.layer_plan.layer
             layer._fewbit = collector
-            layer.__class__ = _observed_class(type(layer))
+            original: Any = type(layer)
+            layer.__class__ = _observed_class(original)
         yield collectors
         jax.effects_barrier()
     finally:

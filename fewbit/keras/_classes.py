@@ -72,5 +72,6 @@ def is_quantized(layer: Any) -> bool:
 
 def become(layer: keras.Layer, state: LayerState) -> None:
     """Make the instance a quantized one, in place."""
-    layer.__class__ = quantized_class(type(layer), state.kind)
+    original: Any = type(layer)
+    layer.__class__ = quantized_class(original, state.kind)
     layer._fewbit = state

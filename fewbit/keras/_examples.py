@@ -64,3 +64,16 @@ def _look_up(layer: Any) -> Calls:
         hidden = jax.ShapeDtypeStruct((_BATCH, _LENGTH, layer.output_dim), layer.compute_dtype)
         calls.append(((hidden,), {"reverse": True}))
     return calls
+
+
+@register_calls(keras.layers.LSTMCell)
+@register_calls(keras.layers.GRUCell)
+@register_calls(keras.layers.SimpleRNNCell)
+def _step(layer: Any) -> Calls:
+    config = layer.get_build_config()
+    if not config:
+        return []
+    x = jax.ShapeDtypeStruct((_BATCH, config["input_shape"][-1]), layer.compute_dtype)
+    sizes = layer.state_size if isinstance(layer.state_size, list | tuple) else [layer.state_size]
+    states = [jax.ShapeDtypeStruct((_BATCH, size), layer.compute_dtype) for size in sizes]
+    return [((x, states), {})]

@@ -117,6 +117,11 @@ def _planned(
         plan, _ = plan_runs(runs, kind="keras", strict=False)
     except UntraceableModelError as error:
         return str(error)
+    except PlanError:
+        raise
+    except (TypeError, ValueError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        return f"it cannot be called on its build shape ({first_line}); see register_calls"
     if not any(site.quantized for site in plan.sites):
         reasons = [f"{site.site.op_id}: {site.reason}" for site in plan.sites]
         return "; ".join(reasons) or "no product or look-up reads its weights"

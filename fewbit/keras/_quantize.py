@@ -15,6 +15,7 @@ from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import for_kernels
+from fewbit.modes.provider import QuantizationProvider
 from fewbit.params import quantize_leaf
 from fewbit.qarray import WithAux, get_scale_shape, quantize_with
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
@@ -88,9 +89,24 @@ def quantize_model(
     return model
 
 
+def plan(model: keras.Layer, quant_config: Any) -> Plan:
+    """What `quantize_model` would do to every layer, as a table to read; nothing is changed.
+
+    >>> import keras, fewbit.keras
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    >>> made = plan(model, fewbit.keras.DynamicQuantConfig('int4', group_size=32))
+    >>> [(row.site.op_id, row.weight_qtype, row.granularity) for row in made.sites]
+    [('dot_general0', 'int4', 'tile 32')]
+    """
+    _check_model(model)
+    return plan_model(model, quant_config)[1]
+
+
 def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], Plan]:
     """What would be done to each layer, and the plan of the whole."""
     layers = layers_of(model)
+    if isinstance(quant_config, QuantizationProvider):
+        quant_config = list(quant_config.rules)
     choices = choose(quant_config, [(path, type(layer)) for path, layer in layers.items()])
     planned, plan = plan_layers(model, layers, choices)
     if not planned and any(

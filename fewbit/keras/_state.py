@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import keras
 
+from fewbit.jaxprs import scope_name
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._variables import Stored, own_variables, value_of
 from fewbit.rules import QuantizationRule
@@ -32,7 +34,9 @@ class LayerState:
         scales = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
         runner, dynamic, others = self.program.prepare(own, stored, scales, args, kwargs)
-        out, changed = runner(dynamic)
+        # The interpreter's own products are this layer's, to a quantized layer around it.
+        with jax.named_scope(scope_name(self.path, type(layer).__name__)):
+            out, changed = runner(dynamic)
         for k, value in changed.items():
             others[k].assign(value)
         return out

@@ -16,14 +16,9 @@ from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
 
-_MSG_KERAS = (
-    "{name} is a Keras model, which fewbit does not take yet. Quantize it as a plain function of "
-    "its variables: f = lambda params, x: model.stateless_call(params, "
-    "model.non_trainable_variables, x)[0], then fewbit.quantize_model(f, provider)."
-)
 _MSG_TYPE = (
-    "Unsupported model type: {found}. fewbit takes a Flax Linen module, a Flax NNX module or a "
-    "function f(params, *args).{fix}"
+    "Unsupported model type: {found}. fewbit takes a Flax Linen module, a Flax NNX module, a Keras "
+    "model or a function f(params, *args).{fix}"
 )
 
 _MSG_HOLDS_PARAMS = (
@@ -35,6 +30,16 @@ _MSG_HOLDS_PARAMS = (
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 
+# Its front end is a package of its own, under the name that its users import.
+_KERAS = ".".join(("fewbit", "keras"))
+
+
+def is_keras(model: Any) -> bool:
+    """Whether this is a Keras model or layer."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(model, keras.Layer)
+
+
 def front_end(model: Any) -> Any:
     """The module of `fewbit.models` that handles this model."""
     if "flax.serialization" in sys.modules:
@@ -43,9 +48,8 @@ def front_end(model: Any) -> Any:
         loaded = sys.modules.get(framework)
         if loaded is not None and isinstance(model, getattr(loaded, base)):
             return importlib.import_module(f"fewbit.models.{name}")
-    keras = sys.modules.get("keras")
-    if keras is not None and isinstance(model, keras.Model):
-        raise NotImplementedError(_MSG_KERAS.format(name=type(model).__name__))
+    if is_keras(model):
+        return importlib.import_module(_KERAS)
     if callable(model) and not isinstance(model, type):
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(model)):
             raise ValueError(_MSG_HOLDS_PARAMS.format(name=type(model).__name__))
@@ -72,7 +76,8 @@ def quantize_model(
 
     Linen modules and plain functions take no inputs (their parameters are quantized by
     `quantize_params`); an NNX module holds its parameters, so example inputs (abstract ones do) are
-    needed to find them: `quantize_model(model, provider, x)`.
+    needed to find them: `quantize_model(model, provider, x)`. A Keras model takes
+    `(model, config, calib_function, inplace)`, see `fewbit.keras.quantize_model`.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]
@@ -83,6 +88,10 @@ def quantize_model(
     >>> print(qf(qparams, x)[0].round(2))
     [1. 1. 1.]
     """
+    if is_keras(model):
+        return front_end(model).quantize_model(
+            model, provider, *model_inputs, **model_inputs_kwargs
+        )
     check_provider(model, provider, model_inputs)
     kind = front_end(model)
     with suspect_order("quantize_model", model, model_inputs):
@@ -103,7 +112,7 @@ def plan(
 
     Inputs are the model's own; for a plain function the parameter tree comes first. Abstract values
     (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a
-    provider.
+    provider, and for a Keras model a config; it was built for its inputs and needs none here.
 
     >>> import fewbit, jax
     >>> f = lambda params, x: x @ params['w']
@@ -114,6 +123,8 @@ def plan(
     >>> p.totals.bytes_before, p.totals.bytes_after
     (8192, 2176)
     """
+    if is_keras(model):
+        return front_end(model).plan(model, rules)
     check_rules(model, rules, inputs)
     provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
     kind = front_end(model)
