@@ -174,7 +174,7 @@ class _Work:
         if runner not in self._runs:
 
             def readings(dynamic: list[Any]) -> dict[str, Reading]:
-                return by_operand(runner.readings(dynamic, self._tap))
+                return by_operand(runner.tapped(dynamic, self._tap)[1])
 
             self._runs[runner] = jax.jit(readings)
         return self._runs[runner]

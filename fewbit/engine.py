@@ -97,7 +97,7 @@ class Traced:
 class Runner:
     """`pure`, traced for `provider`; calling it runs the quantized program under a cached jit.
 
-    `site_path` is 'module' or 'leaf' (see `trace.analyse`). With `root=False` the function is a
+    `site_path` is 'module', 'owner' or 'leaf' (see `trace.analyse`). With `root=False` the function is a
     submodule called on its own: paths are not the model's, so rules come from the weights
     themselves.
     """
@@ -226,8 +226,10 @@ class Runner:
         )
         return interpreter.run(program.root, values), interpreter.dequantized
 
-    def readings(self, tree: Any, tap_for: Callable[[Traced, dict[str, Decision]], Tap]) -> Any:
-        """What a tap reads while the model runs as it is, in float: `{site id: Reading}`."""
+    def tapped(
+        self, tree: Any, tap_for: Callable[[Traced, dict[str, Decision]], Tap]
+    ) -> tuple[Any, Any]:
+        """The model as it is, in float, and what a tap reads meanwhile: `{site id: Reading}`."""
         traced = self.trace(tree)
         tap = tap_for(traced, decide(traced.program, self.rule_for(traced.values)))
         interpreter = Interpreter(
@@ -235,7 +237,8 @@ class Runner:
             lambda ts: False,
             taps=Taps(tap),
         )
-        return interpreter.run_tapped(traced.program.root, traced.values)[1]
+        outs, readings = interpreter.run_tapped(traced.program.root, traced.values)
+        return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored)), readings
 
     def observe(
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]

@@ -81,7 +81,8 @@ def analyse(
     `leaves[i]` is (parameter path, shape) when input i is a parameter, `Constant()` when it is a
     weight of somebody else's (stored quantized, but no parameter here), else None. `site_path` says
     how a Site with a weight is named: 'module' (the module scope around it, else the parameter's
-    parent) or 'leaf' (the parameter's own path, for plain functions).
+    parent), 'owner' (the parameter's parent always) or 'leaf' (the parameter's own path, for plain
+    functions).
     """
     walk = _Walk(method, site_path)
     sources: list[Source] = [
@@ -241,7 +242,7 @@ class _Walk:
     def path_of(self, place: Where, weight: str | None) -> str:
         if self.site_path == "leaf":
             return weight if weight is not None else place.user_scope
-        if place.in_module or weight is None:
+        if weight is None or (place.in_module and self.site_path != "owner"):
             return place.path
         return weight.rpartition("/")[0]
 

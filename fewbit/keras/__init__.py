@@ -1,1 +1,30 @@
-"""Keras 3 models on the JAX backend, quantized layer by layer."""
+"""Keras 3 models on the JAX backend, quantized layer by layer.
+
+>>> import keras, numpy as np, fewbit.keras
+>>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+>>> config = fewbit.keras.StaticQuantConfig(weight_dtype='int8')
+>>> x = np.ones((2, 64), 'float32')
+>>> model = fewbit.keras.quantize_model(model, config, lambda model: model(x))
+>>> type(model.layers[0]).__name__
+'QStaticDense'
+"""
+
+import keras as _keras
+
+from fewbit.keras.config import DynamicQuantConfig as DynamicQuantConfig
+from fewbit.keras.config import JaxBaseConfig as JaxBaseConfig
+from fewbit.keras.config import JaxComposableConfig as JaxComposableConfig
+from fewbit.keras.config import StaticQuantConfig as StaticQuantConfig
+from fewbit.keras.config import get_default_dynamic_config as get_default_dynamic_config
+from fewbit.keras.config import get_default_static_config as get_default_static_config
+
+if _keras.config.backend() != "jax":
+    raise ImportError(
+        f"fewbit.keras only supports the JAX backend, but the current Keras backend is "
+        f"{_keras.config.backend()!r}. Set KERAS_BACKEND=jax in the environment before Keras is "
+        'first imported, or write "backend": "jax" in ~/.keras/keras.json.'
+    )
+
+from fewbit.keras._calibration import CalibrationError as CalibrationError
+from fewbit.keras._examples import register_calls as register_calls
+from fewbit.keras._quantize import quantize_model as quantize_model

@@ -8,6 +8,8 @@ import keras
 
 from fewbit._plan import LeafPlan, Plan, stored_bytes
 from fewbit.engine import UntraceableModelError
+from fewbit.keras._choices import Choice
+from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._examples import example_calls
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
@@ -23,8 +25,8 @@ class LayerPlan:
 
     layer: keras.Layer
     path: str
-    rule: QuantizationRule  # the layer's own; `of` is the one that it was made from
-    of: QuantizationRule
+    rule: QuantizationRule  # the layer's own, made from the choice's
+    choice: Choice
     program: LayerProgram
     plan: Plan
 
@@ -47,13 +49,40 @@ def has_weights(layer: keras.Layer) -> bool:
     return any(len(v.shape) >= 2 for v in own_variables(layer))
 
 
-def plan_layer(layer: keras.Layer, path: str, rule: QuantizationRule) -> LayerPlan | str:
+def has_products(layer: keras.Layer, choice: Choice) -> bool:
+    """Whether products of activations in this layer are asked for: attention scores and values."""
+    asked = choice.emulate
+    if choice.config is not None and choice.config.quantize_attention is not None:
+        asked = choice.config.quantize_attention
+    names = [cls.__name__ for cls in type(layer).__mro__]
+    return asked and choice.kind != "weight_only" and any("Attention" in name for name in names)
+
+
+def plan_layers(
+    model: keras.Layer, layers: Mapping[str, keras.Layer], choices: Mapping[str, Choice]
+) -> tuple[list[LayerPlan], Plan]:
+    """The plan of each layer that will be quantized, and of the model."""
+    planned, notes = [], {}
+    for path, layer in layers.items():
+        choice = choices[path]
+        candidate = has_weights(layer) or has_products(layer, choice)
+        made = plan_layer(layer, path, choice) if candidate and choice.quantized else choice.reason
+        if isinstance(made, LayerPlan):
+            planned.append(made)
+        elif candidate:
+            notes[path] = made
+    return planned, merge(planned, model, notes)
+
+
+def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str:
     """The plan of one layer, or why it is left alone."""
     calls = example_calls(layer)
     if not calls:
         return "it was built without a recorded input shape; see fewbit.keras.register_calls"
-    own_rule = layer_rule(path, rule)
-    program = LayerProgram(layer, type(layer).call, path, PtqProvider([own_rule]))
+    assert choice.rule is not None
+    rule = layer_rule(path, choice.rule)
+    provider = (EmulatingProvider if choice.emulate else PtqProvider)([rule])
+    program = LayerProgram(layer, type(layer).call, path, provider)
     own = named_variables(layer)
     runs = []
     for number, (args, kwargs) in enumerate(calls):
@@ -66,17 +95,26 @@ def plan_layer(layer: keras.Layer, path: str, rule: QuantizationRule) -> LayerPl
         plan, _ = plan_runs(runs, kind="keras", strict=False)
     except UntraceableModelError as error:
         return str(error)
-    return LayerPlan(layer, path, own_rule, rule, program, plan)
+    if not any(site.quantized for site in plan.sites):
+        reasons = [f"{site.site.op_id}: {site.reason}" for site in plan.sites]
+        return "; ".join(reasons) or "no product or look-up reads its weights"
+    return LayerPlan(layer, path, rule, choice, program, plan)
+
+
+def _shown_rule(each: LayerPlan) -> QuantizationRule:
+    """The rule as the user knows it: a config has one for all layers."""
+    assert each.choice.rule is not None
+    return each.choice.rule.replace(module_path=".*") if each.choice.config else each.choice.rule
 
 
 def merge(planned: Sequence[LayerPlan], model: keras.Layer, notes: Mapping[str, str]) -> Plan:
     """The plans of the layers as that of the model, with what stays float."""
-    rules = list(dict.fromkeys(each.of for each in planned))
+    rules = list(dict.fromkeys(map(_shown_rule, planned)))
     sites: list[Any] = []
     leaves: dict[str, LeafPlan] = {}
     scales: list[Any] = []
     for each in planned:
-        number = rules.index(each.of)
+        number = rules.index(_shown_rule(each))
         sites += [replace(s, rule=None if s.rule is None else number) for s in each.plan.sites]
         leaves |= {leaf.path: leaf for leaf in each.plan.leaves}
         scales += each.plan.scales

@@ -46,12 +46,11 @@ class LayerProgram:
         hollow = {name: v for name, v in own.items() if name in stored}
         skipped = {id(v) for v in hollow.values()}
         others = [v for v in self.layer.variables if id(v) not in skipped]
-        names = {id(v): name for name, v in own.items()}
+        names = self._names(own)
 
         def name(key: tuple[Any, ...]) -> str | None:
             if key[0].idx == _VARIABLES:
-                own_name = names.get(id(others[key[1].idx]))
-                return None if own_name is None else f"{self.path}/{own_name}"
+                return names[id(others[key[1].idx])]
             if key[0].idx == _STORED:
                 return f"{self.path}/{key[1].key}"
             if key[0].idx == _SCALES:
@@ -64,6 +63,12 @@ class LayerProgram:
             lambda: (call.key, method), lambda: self._runner(call, others, hollow, method)
         )
         return runner, dynamic, others
+
+    def _names(self, own: Mapping[str, keras.Variable]) -> dict[int, str]:
+        """Paths of all variables. Those of sublayers have their own, so that a rule for this layer
+        does not meet the products of layers inside it."""
+        names = {id(v): f"inside {v.path}" for v in self.layer.variables}
+        return names | {id(v): f"{self.path}/{name}" for name, v in own.items()}
 
     def _runner(
         self,
@@ -90,7 +95,12 @@ class LayerProgram:
 
         what = f"Layer '{self.path}' ({type(self.layer).__name__})"
         return Runner(
-            pure, self.provider, lambda key: call.names[key[0].idx], method=method, what=what
+            pure,
+            self.provider,
+            lambda key: call.names[key[0].idx],
+            method=method,
+            site_path="owner",
+            what=what,
         )
 
 

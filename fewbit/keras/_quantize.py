@@ -1,43 +1,198 @@
 """Quantize a Keras model: plan every layer, calibrate, convert the layers one by one."""
 
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 
-from fewbit.keras._classes import become
-from fewbit.keras._planning import LayerPlan, has_weights, layers_of, merge, plan_layer
+from fewbit._plan import LeafPlan, Plan
+from fewbit._progress import progress as with_progress
+from fewbit.keras._calibration import CalibrationError, observing, statistics
+from fewbit.keras._choices import Choice, choose
+from fewbit.keras._classes import become, is_quantized
+from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._state import LayerState, named_variables
-from fewbit.keras._variables import store
+from fewbit.keras._variables import add_variable, store, sublayers, unlocked
+from fewbit.layouts import for_kernels
 from fewbit.params import quantize_leaf
+from fewbit.qarray import WithAux, get_scale_shape, quantize_with
+from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
+
+_MSG_NOT_A_MODEL = (
+    "fewbit.keras.quantize_model takes a Keras model or layer, got {found}. Flax models and plain "
+    "functions go to fewbit.quantize_model(model, provider, *inputs)."
+)
+_MSG_TWICE = (
+    "{model} is quantized already: '{path}' is a {cls}. Quantize the float model it came from; "
+    "cfg1 + cfg2 or a list of rules gives layers different types in one call."
+)
+_MSG_UNBUILT = (
+    "{model} has not been built, so it has no weights to quantize: {first} has none. Call it once "
+    "on sample data, model(x), or model.build(input_shape), then quantize it."
+)
+_MSG_NO_CALIBRATION = (
+    "Calibration function must be provided for static quantization. It gets the model and runs it "
+    "on sample data: quantize_model(model, config, lambda model: model.predict(samples)); an "
+    "iterable of batches does too. DynamicQuantConfig needs none."
+)
+_MSG_UNREACHED = (
+    "Calibration never reached {count} of the layers that need a range: {paths}. Let the "
+    "calibration function run the model in the way it will be used, exclude these layers "
+    "(exclude_list), or pass strict=False in the config to leave them float."
+)
+_MSG_NOTHING = (
+    "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
+    "strict=False in the config lets this pass."
+)
 
 
-def plan_model(model: keras.Layer, choices: dict[str, Any]) -> tuple[list[LayerPlan], Any]:
+def quantize_model(
+    model: keras.Layer,
+    quant_config: Any,
+    calib_function: Callable[[Any], Any] | Iterable[Any] | None = None,
+    inplace: bool = True,
+    *,
+    progress: bool = True,
+) -> Any:
+    """A Keras model with quantized layers; with `inplace` (the default) the model itself.
+
+    `quant_config` is a `StaticQuantConfig`, a `DynamicQuantConfig`, a sum of them, or a list of
+    `fewbit.QuantizationRule` whose `module_path` matches layer paths. Static ranges come from
+    `calib_function(model)`, which runs the float model on sample data, or from batches.
+
+    >>> import keras, numpy as np, fewbit.keras
+    >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    >>> config = fewbit.keras.DynamicQuantConfig(weight_dtype='int8')
+    >>> model = quantize_model(model, config)
+    >>> type(model.layers[0]).__name__, model(np.ones((2, 64), 'float32')).shape
+    ('QDynamicDense', (2, 64))
+    """
+    _check_model(model)
+    if not inplace:
+        model = clone(model)
+    planned, plan = plan_model(model, quant_config)
+    static = [each for each in planned if each.choice.kind == "static"]
+    stats = None
+    if any(not is_fixed(scale) for each in static for scale in each.plan.scales):
+        if calib_function is None:
+            raise ValueError(_MSG_NO_CALIBRATION)
+        forget_compiled(model)
+        with observing(static) as collectors:
+            _run(calib_function, model, progress)
+        stats = statistics(collectors, plan)
+        planned = _reached(planned, stats)
+    for each in with_progress(planned, "Quantizing", show=progress):
+        convert(each, stats)
+    forget_compiled(model)
+    return model
+
+
+def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], Plan]:
+    """What would be done to each layer, and the plan of the whole."""
     layers = layers_of(model)
-    planned, notes = [], {}
-    for path, layer in layers.items():
-        choice = choices[path]
-        if choice is None:
-            continue
-        if not has_weights(layer):
-            continue
-        made = plan_layer(layer, path, choice)
-        if isinstance(made, str):
-            notes[path] = made
-        else:
-            planned.append(made)
-    return planned, merge(planned, model, notes)
+    choices = choose(quant_config, [(path, type(layer)) for path, layer in layers.items()])
+    planned, plan = plan_layers(model, layers, choices)
+    if not planned and any(
+        choice.config is None or choice.config.strict for choice in choices.values()
+    ):
+        why = " ".join(f"{note}." for note in plan.notes[:3])
+        raise ValueError(_MSG_NOTHING.format(model=model.name, why=why))
+    return planned, plan
 
 
-def convert(layer_plan: LayerPlan, kind: str, statistics: Any = None) -> None:
-    """Give one layer its quantized weights and its class."""
-    layer, plan = layer_plan.layer, layer_plan.plan
+def convert(each: LayerPlan, stats: Any = None) -> None:
+    """Give one layer its quantized weights, its static scales and its class."""
+    layer, choice = each.layer, each.choice
     own = named_variables(layer)
-    state = LayerState(layer_plan.path, layer_plan.rule, kind, layer_plan.program)
-    for leaf in plan.leaves:
+    settings = {"granularity": choice.granularity, "emulate": choice.emulate}
+    state = LayerState(each.path, each.rule, choice.kind, each.program, settings)
+    config = choice.config
+    for leaf in each.plan.leaves:
         if leaf.how is None:
             continue
         name = leaf.path.rpartition("/")[2]
-        value = quantize_leaf(leaf.path, own[name].value, leaf)
-        state.stored[name] = store(layer, own[name], value)
+        value = _quantized(own[name], leaf, choice)
+        constant = config is not None and config.const_weight
+        state.stored[name] = store(layer, own[name], value, constant=constant)
         state.hollow[name] = own[name]
+    for scale in each.plan.scales:
+        made = (
+            fixed_scale(scale)
+            if is_fixed(scale)
+            else static_scale(scale, stats.statistic(scale.name))
+        )
+        for end, value in made.items():
+            name = scale.name.rpartition("/")[2] + end
+            with unlocked(layer):
+                constant = config is not None and config.const_scale
+                state.scales[name] = value if constant else add_variable(layer, name, value)
     become(layer, state)
+
+
+def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> WithAux:
+    """The variable's value as the plan's leaf says."""
+    assert leaf.how is not None
+    if choice.granularity != "per_tensor" or leaf.how.tiled_axes:
+        return quantize_leaf(leaf.path, variable.value, leaf)
+    # One scale for all, kept once per channel: the form that kernels read.
+    how = leaf.how.replace(rule=leaf.rule)
+    q = quantize_with(variable.value, how.replace(channelwise_axes=()))
+    q = q.replace(scale=keras.ops.broadcast_to(q.scale, get_scale_shape(q.shape, how)))
+    return WithAux(for_kernels(q, how), how)
+
+
+def clone(model: keras.Layer) -> keras.Layer:
+    """A model of the same configuration that shares the float values."""
+    twin = model.__class__.from_config(model.get_config())
+    if not twin.built and model.built:
+        config = model.get_build_config()
+        if config:
+            twin.build_from_config(config)
+    for new, old in zip(twin.variables, model.variables, strict=True):
+        new.assign(old.value)
+    return twin
+
+
+def forget_compiled(model: keras.Layer) -> None:
+    """Drop what Keras compiled for the layers as they were."""
+    for each in [model, *sublayers(model)]:
+        for name in ("train_function", "test_function", "predict_function", "generate_function"):
+            if getattr(each, name, None) is not None:
+                setattr(each, name, None)
+
+
+def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
+    if callable(calib_function):
+        calib_function(model)
+        return
+    for batch in with_progress(calib_function, "Calibrating", show=progress):
+        model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
+
+
+def _reached(planned: list[LayerPlan], stats: Any) -> list[LayerPlan]:
+    """The layers whose every range is known; the others are an error or stay float."""
+
+    def missed(each: LayerPlan) -> bool:
+        return any(not is_fixed(s) and s.name not in stats.entries for s in each.plan.scales)
+
+    lost = [each for each in planned if missed(each)]
+    if lost:
+        paths = ", ".join(each.path for each in lost[:5]) + (", ..." if len(lost) > 5 else "")
+        message = _MSG_UNREACHED.format(count=len(lost), paths=paths)
+        if any(each.choice.config is None or each.choice.config.strict for each in lost):
+            raise CalibrationError(message)
+        warnings.warn(message, stacklevel=3)
+    return [each for each in planned if not missed(each)]
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, keras.Layer):
+        raise TypeError(_MSG_NOT_A_MODEL.format(found=type(model).__name__))
+    name = f"{type(model).__name__} '{model.name}'"
+    for path, layer in layers_of(model).items():
+        if is_quantized(layer):
+            raise ValueError(_MSG_TWICE.format(model=name, path=path, cls=type(layer).__name__))
+    if not model.variables:
+        first = next((p for p, layer in layers_of(model).items() if not layer.built), model.name)
+        raise ValueError(_MSG_UNBUILT.format(model=name, first=f"'{first}'"))

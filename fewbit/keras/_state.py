@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from fewbit.keras._program import LayerProgram
-from fewbit.keras._variables import Stored, own_variables
+from fewbit.keras._variables import Stored, own_variables, value_of
 from fewbit.rules import QuantizationRule
 
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
@@ -29,17 +29,13 @@ class LayerState:
     def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's call, quantized."""
         stored = {name: part.value() for name, part in self.stored.items()}
-        scales = {name: scale_value(scale) for name, scale in self.scales.items()}
+        scales = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
         runner, dynamic, others = self.program.prepare(own, stored, scales, args, kwargs)
         out, changed = runner(dynamic)
         for k, value in changed.items():
             others[k].assign(value)
         return out
-
-
-def scale_value(scale: Any) -> Any:
-    return scale.value if isinstance(scale, keras.Variable) else scale
 
 
 def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:
@@ -54,6 +50,6 @@ def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:
 
 
 def layer_rule(path: str, rule: QuantizationRule) -> QuantizationRule:
-    """The rule for one layer: at its own products and look-ups only, one static scale per operand."""
+    """The rule at the layer's own products and look-ups only, one static scale per operand."""
     axes = tuple(range(8)) if rule.act_static_scale else rule.act_batch_axes
     return rule.replace(module_path=re.escape(path), op_names=OPS, act_batch_axes=axes)

@@ -40,17 +40,21 @@ class QuantizedVariable(keras.Variable):
 
 @dataclass(eq=False)
 class Stored:
-    """The quantized value of one variable: its structure, and a Keras variable per array of it."""
+    """The quantized value of one variable: its structure, and a Keras variable per array of it.
+
+    With `const_weight` the parts are arrays, which compiled programs hold as constants.
+    """
 
     name: str
     treedef: Any
-    parts: list[keras.Variable]
+    parts: list[Any]
     dtypes: list[Any]
 
     def value(self) -> WithAux:
         """The value now: traced inside a `keras.StatelessScope` that maps the parts."""
         arrays = [
-            _viewed(part.value, dtype) for part, dtype in zip(self.parts, self.dtypes, strict=True)
+            _viewed(value_of(part), dtype)
+            for part, dtype in zip(self.parts, self.dtypes, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, arrays)
 
@@ -59,10 +63,17 @@ class Stored:
         return str(self.value().array.qtype)
 
 
-def store(layer: keras.Layer, variable: keras.Variable, value: WithAux) -> Stored:
+def value_of(part: Any) -> Any:
+    """What a variable, or the constant in its place, holds now."""
+    return part.value if isinstance(part, keras.Variable) else part
+
+
+def store(
+    layer: keras.Layer, variable: keras.Variable, value: WithAux, *, constant: bool = False
+) -> Stored:
     """Let `layer` hold `value` in place of the variable's floats, which are given up."""
     leaves, treedef = jax.tree.flatten(value)
-    parts = add_parts(layer, variable, leaves)
+    parts = list(leaves) if constant else add_parts(layer, variable, leaves)
     stored = Stored(variable.name, treedef, parts, [leaf.dtype for leaf in leaves])
     hollow(layer, variable, stored)
     return stored

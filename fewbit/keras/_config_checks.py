@@ -1,0 +1,288 @@
+"""The fields of a Keras quantization config: their defaults, and what must hold between them.
+
+A config is wrong when it is written, not at the first forward pass. `settle` turns what the user
+gave into what the config holds, or raises a sentence with the place, the nearest name and the cure.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fewbit._errors import describe
+from fewbit._formats import ALIASES, FORMATS, Format
+from fewbit._rule_checks import (
+    check_bool,
+    check_calibration,
+    check_choice,
+    check_scale_dtype,
+    check_tile,
+    nearest,
+)
+from fewbit.keras._filters import check_entries
+from fewbit.numerics import canonical_qtype, format_of, qtype_name
+
+
+class Follows(enum.Enum):
+    """The default of fields that follow the weights' type until they are given."""
+
+    WEIGHTS = "follows weight_dtype"
+
+
+# The reference's fields in its order of positional arguments, then ours.
+KNOWN: dict[str, Any] = {
+    "weight_dtype": "fp8_e4m3",
+    "activation_dtype": Follows.WEIGHTS,
+    "const_scale": False,
+    "const_weight": False,
+    "weight_scale_granularity": Follows.WEIGHTS,
+    "dot_product_attention_enable": False,
+    "white_list": "*",
+    "exclude_list": None,
+}
+OWN: dict[str, Any] = {
+    "group_size": None,
+    "weight_calibration_method": "absmax",
+    "act_calibration_method": None,
+    "act_static_reduction": None,
+    "emulate": False,
+    "quantize_attention": None,
+    "quantize_rotary": False,
+    "quantize_embeddings": True,
+    "scale_dtype": None,
+    "strict": True,
+}
+DEFAULTS = {**KNOWN, **OWN}
+FILTERS = ("white_list", "exclude_list")
+PARAMS = [name for name in DEFAULTS if name not in FILTERS]
+GRANULARITIES = ("per_tensor", "per_channel")
+
+_FLAGS = ("const_scale", "const_weight", "dot_product_attention_enable", "emulate")
+_OWN_FLAGS = ("quantize_rotary", "quantize_embeddings", "strict")
+# What other libraries, and earlier versions of the reference, call our fields.
+_OTHER_NAMES = {
+    "include": "white_list",
+    "exclude": "exclude_list",
+    "black_list": "exclude_list",
+    "weight_qtype": "weight_dtype",
+    "act_qtype": "activation_dtype",
+    "act_dtype": "activation_dtype",
+    "granularity": "weight_scale_granularity",
+    "tile_size": "group_size",
+    "block_size": "group_size",
+}
+_DIALECT = (
+    *("int8", "int7", "int6", "int5", "int4", "int3", "int2", "nf4"),
+    *("fp8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp8", "nvfp4"),
+)
+
+_MSG_UNKNOWN = "{where} has no field {name!r}.{hint} Fields are {fields}."
+_MSG_DTYPE = "{where}: {field}={value!r} is not a quantized type.{hint} Types are {known}{more}."
+_MSG_FLOAT = (
+    "{where}: {field}={value!r} would quantize nothing. Layers that shall stay float are named in "
+    "exclude_list=[...]{only}."
+)
+_MSG_WEIGHT_NONE = (
+    "{where}: weight_dtype is None, but a config quantizes weights. Write weight_dtype='int8'; "
+    "layers that shall stay float are named in exclude_list=[...]."
+)
+_MSG_DTYPE_LIST = (
+    "{where}: {field} is {value}, and a config has one type for each field. Make one config for "
+    "each type, and add them (config + config) to give different layers different types."
+)
+_MSG_MIXED = (
+    "Mixed quantization with floating-point and integer dtypes is not supported. {where} has "
+    "weight_dtype={weight!r} and activation_dtype={act!r}: leave activation_dtype out, so that it "
+    "follows the weights, write activation_dtype={fix!r}, or activation_dtype=None for weight-only."
+    " To change both fields of a config use replace(weight_dtype=..., activation_dtype=...)."
+)
+_MSG_GRANULARITY = (
+    "{where}: weight_scale_granularity={value!r} is unknown.{hint} It is 'per_tensor' or "
+    "'per_channel'; for a scale per group of weights write group_size=32."
+)
+_MSG_GROUPED = (
+    "{where}: weight_scale_granularity='per_tensor' asks for one scale, but {cause} asks for one "
+    "per group. Write weight_scale_granularity='per_channel', which groups divide further{or_drop}."
+)
+_MSG_GROUP = (
+    "{where}: group_size must be a positive integer (weights that share a scale), or None for no "
+    "groups, got {value!r}."
+)
+_MSG_STATIC_ONLY = (
+    "{where}: act_static_reduction={value!r} is about stored activation scales, and {why}. Leave "
+    "it out{fix}."
+)
+_MSG_UNUSED_METHOD = (
+    "{where}: act_calibration_method={value!r} is for quantized activations, but activation_dtype "
+    "is None (weight-only). Leave it out, or write activation_dtype='int8'."
+)
+
+
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Raise on a name that is no field, with the nearest that is one."""
+    for name in names:
+        if name not in DEFAULTS:
+            raise TypeError(unknown_field(where, name))
+
+
+def unknown_field(where: str, name: str) -> str:
+    """
+    >>> unknown_field('StaticQuantConfig', 'include')[:70]
+    "StaticQuantConfig has no field 'include'. Did you mean 'white_list'? F"
+    """
+    known = _OTHER_NAMES.get(name)
+    hint = f" Did you mean {known!r}?" if known else nearest(name, DEFAULTS)
+    return _MSG_UNKNOWN.format(where=where, name=name, hint=hint, fields=", ".join(DEFAULTS))
+
+
+def settle(where: str, static: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field in the form that a config holds, checked alone and against the others.
+
+    >>> settle('StaticQuantConfig', True, {**DEFAULTS, 'weight_dtype': 'INT8'})['activation_dtype']
+    'int8'
+    """
+    check_names(where, given)
+    held = dict(given)
+    for flag in (*_FLAGS, *_OWN_FLAGS):
+        check_bool(where, flag, held[flag])
+    check_bool(where, "quantize_attention", held["quantize_attention"], True)
+    for name in FILTERS:
+        held[name] = check_entries(where, name, held[name])
+    held["weight_dtype"] = _check_dtype(where, "weight_dtype", held["weight_dtype"])
+    weight = format_of(held["weight_dtype"])
+    if held["activation_dtype"] is Follows.WEIGHTS:
+        held["activation_dtype"] = following_dtype(weight, static)
+    else:
+        held["activation_dtype"] = _check_dtype(where, "activation_dtype", held["activation_dtype"])
+    _check_mixed(where, held["weight_dtype"], held["activation_dtype"])
+    _settle_groups(where, held, weight)
+    _settle_calibration(where, static, held)
+    held["scale_dtype"] = check_scale_dtype(where, "scale_dtype", held["scale_dtype"], weight)
+    return held
+
+
+def following_dtype(weight: Format, static: bool) -> str | None:
+    """The activations' type where none was given.
+
+    Eight bits go with eight bits of the same kind. Fewer bits save memory by themselves, so only
+    a static config, which cannot mean anything else, gives activations a type there.
+
+    >>> following_dtype(format_of('int4'), static=False), following_dtype(format_of('int4'), True)
+    (None, 'int8')
+    """
+    low = weight.bits < 8 or weight.tile is not None
+    if low and not static:
+        return None
+    return "fp8_e4m3" if weight.kind == "float" and weight.tile is None else "int8"
+
+
+def default_act_method(act_dtype: str | None, emulate: bool) -> str | None:
+    """The activations' calibration method where none was given; None is the mode's own, 'absmax'.
+
+    Emulation keeps the numbers of the library it stands in for: integer activations have a zero
+    point there.
+
+    >>> default_act_method('int8', True), default_act_method('fp8', True)
+    ('minmax', None)
+    """
+    if not emulate or act_dtype is None:
+        return None
+    row = format_of(act_dtype)
+    return "minmax" if row.kind == "int" and row.asymmetric is not None else None
+
+
+def same_dtype(a: str | None, b: str | None) -> bool:
+    """Whether two spellings name one type.
+
+    >>> same_dtype('fp8', 'float8_e4m3fn'), same_dtype('fp8', None)
+    (True, False)
+    """
+    return a == b or (a is not None and b is not None and qtype_name(a) == qtype_name(b))
+
+
+def _check_dtype(where: str, field: str, value: Any) -> str | None:
+    """The name of a quantized type as the user spells it, in lower case."""
+    if value is None:
+        if field == "weight_dtype":
+            raise ValueError(_MSG_WEIGHT_NONE.format(where=where))
+        return None
+    if isinstance(value, list | tuple | set | frozenset):
+        raise TypeError(_MSG_DTYPE_LIST.format(where=where, field=field, value=describe(value)))
+    name = value.strip().lower() if isinstance(value, str) else value
+    try:
+        canonical_qtype(name)
+    except (ValueError, TypeError) as error:
+        raise ValueError(_dtype_message(where, field, value)) from error
+    return name if isinstance(name, str) else qtype_name(name)
+
+
+def _dtype_message(where: str, field: str, value: Any) -> str:
+    name = value.strip().lower() if isinstance(value, str) else getattr(value, "__name__", "")
+    if name in ("none", "null", "", *_PLAIN_FLOATS):
+        only = "" if field == "weight_dtype" else "; for weight-only write activation_dtype=None"
+        return _MSG_FLOAT.format(where=where, field=field, value=value, only=only)
+    own = [name for name in (*FORMATS, *ALIASES) if name not in _DIALECT]
+    return _MSG_DTYPE.format(
+        where=where,
+        field=field,
+        value=value,
+        hint=nearest(name, [*_DIALECT, *own]),
+        known=", ".join(_DIALECT),
+        more=f", and fewbit's own names ({', '.join(FORMATS)})",
+    )
+
+
+_PLAIN_FLOATS = ("float16", "bfloat16", "float32", "float64", "fp16", "bf16", "fp32", "fp64")
+
+
+def _check_mixed(where: str, weight: str, act: str | None) -> None:
+    """Integers go with integers; formats of fewer bits are decoded, and go with either."""
+    if act is None:
+        return
+    one, other = format_of(weight), format_of(act)
+    integers = ("int", "sign")
+    float_acts = one.kind in integers and other.kind == "float"
+    float_weights = one.kind == "float" and one.tile is None and other.kind in integers
+    if float_acts or float_weights:
+        fix = "int8" if float_acts else "fp8_e4m3"
+        raise ValueError(_MSG_MIXED.format(where=where, weight=weight, act=act, fix=fix))
+
+
+def _settle_groups(where: str, held: dict[str, Any], weight: Format) -> None:
+    size = held["group_size"]
+    if size is not None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(_MSG_GROUP.format(where=where, value=size))
+        types = [name for name in (held["weight_dtype"], held["activation_dtype"]) if name]
+        check_tile(where, "group_size", size, types)
+    grouped = size is not None or weight.tile is not None
+    value = held["weight_scale_granularity"]
+    if value is Follows.WEIGHTS:
+        # One scale for a tensor is the reference's default, and leaves little of four bits.
+        value = "per_channel" if grouped or weight.bits < 8 else "per_tensor"
+    if value not in GRANULARITIES:
+        hint = nearest(value, GRANULARITIES)
+        raise ValueError(_MSG_GRANULARITY.format(where=where, value=value, hint=hint))
+    if value == "per_tensor" and grouped:
+        cause = f"group_size={size}" if size else f"the format {weight.name}"
+        or_drop = ", or leave group_size out" if size and weight.tile is None else ""
+        raise ValueError(_MSG_GROUPED.format(where=where, cause=cause, or_drop=or_drop))
+    held["weight_scale_granularity"] = value
+
+
+def _settle_calibration(where: str, static: bool, held: dict[str, Any]) -> None:
+    weight, act = held["weight_dtype"], held["activation_dtype"]
+    method, reduction = held["act_calibration_method"], held["act_static_reduction"]
+    if held["weight_calibration_method"] is None:
+        raise TypeError(f"{where}: weight_calibration_method is None. Write 'absmax'.")
+    check_calibration(where, "weight_calibration_method", held["weight_calibration_method"], weight)
+    if act is None and method is not None:
+        raise ValueError(_MSG_UNUSED_METHOD.format(where=where, value=method))
+    effective = method if method is not None else default_act_method(act, held["emulate"])
+    check_calibration(where, "act_calibration_method", effective, act)
+    check_choice(where, "act_static_reduction", reduction, ("range", "mean"))
+    if reduction is not None and (act is None or not static):
+        why = "activation_dtype is None" if static else f"a {where} makes its scales at each call"
+        fix = "" if static else ", or use a StaticQuantConfig"
+        raise ValueError(_MSG_STATIC_ONLY.format(where=where, value=reduction, why=why, fix=fix))

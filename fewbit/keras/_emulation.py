@@ -1,0 +1,84 @@
+"""Emulation: values rounded to few bits, arithmetic in float.
+
+The graph is quantize, dequantize, float product, with one activation scale per tensor: what Intel
+Neural Compressor computes, and the pattern that XLA's oneDNN rewrite knows on CPUs with fp8 units.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from fewbit import current
+from fewbit.modes.provider import as_float
+from fewbit.modes.ptq import PtqProvider, activation_hows
+from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
+from fewbit.static_run import quantize_static
+
+
+class EmulatingProvider(PtqProvider):
+    """Every product in float, of operands that went through few bits and back."""
+
+    def dot_general(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        lhs, rhs = self._rounded("dot_general", (lhs, rhs))
+        return jax.lax.dot_general(
+            lhs,
+            rhs,
+            dimension_numbers,
+            precision,
+            preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    def einsum(
+        self,
+        einsum_str: str,
+        *operands: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        _dot_general: Callable[..., Any] | None = None,
+        out_sharding: Any = None,
+    ) -> jax.Array:
+        rounded = self._rounded("einsum", operands)
+        return jax.numpy.einsum(
+            einsum_str,
+            *rounded,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
+
+    def conv_general_dilated(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        kwargs.pop("out_sharding", None)
+        lhs, rhs = self._rounded("conv_general_dilated", (lhs, rhs))
+        return jax.lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
+
+    def _rounded(self, op: str, operands: Sequence[Any]) -> list[Any]:
+        rule, _ = self._get_current_rule_and_op_id(op)
+
+        def per_tensor(for_lhs: bool, tile_size: Any = None, **fields: Any) -> HowToQuantize:
+            return HowToQuantize(**fields)
+
+        hows = activation_hows(rule, operands, per_tensor)
+        here = current.current_site()
+        static = {} if here is None else dict(here.static)
+        if here is not None:
+            here.report("float, emulated")
+
+        def rounded(k: int, x: Any) -> Any:
+            how = hows[k]
+            if how is None:
+                return dequantize(x) if isinstance(x, QArray) else as_float(x)
+            q = quantize_static(x, how, *static[k]) if k in static else quantize_with(x, how)
+            return dequantize(q).astype(x.dtype)
+
+        return [rounded(k, x) for k, x in enumerate(operands)]
