@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")  # before the first import of keras, for its part
 # The workers of a run, and the processes that tests start, compile the same small programs: once is
 # enough. The cache is as old as the run, so that no test meets what another version compiled.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -71,6 +71,7 @@ class TopKSampler(keras_hub.samplers.TopKSampler):
 
 
 def checked_temperature(sampler: Any, temperature: Any) -> float:
+    """The temperature, if it is one."""
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not temperature > 0:
         name = type(sampler).__name__

@@ -1,4 +1,4 @@
-"""The k largest along a long axis in two levels: rows whose maximum cannot be among them are left out.
+"""The k largest along a long axis in two levels: only rows with a large maximum are looked into.
 
 XLA on a CPU sorts its way through the whole axis, one array of the batch after the other. The
 maximum of each row is one vectorised pass, and only k rows are looked into.
