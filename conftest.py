@@ -9,6 +9,7 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
+    """Every test with Keras in its name runs as its users run."""
     if "keras" not in item.nodeid.lower():
         return (yield)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

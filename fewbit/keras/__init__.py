@@ -28,9 +28,12 @@ if _keras.config.backend() != "jax":
     )
 
 from fewbit.keras._calibration import CalibrationError as CalibrationError
+from fewbit.keras._classes import let_keras_find as _let_keras_find
 from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._quantize import plan as plan
 from fewbit.keras._quantize import quantize_model as quantize_model
+
+_let_keras_find()
 
 # KerasHub takes seconds to import, and not every Keras user has it.
 _FOR_KERAS_HUB = {
