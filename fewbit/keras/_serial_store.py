@@ -16,7 +16,7 @@ import numpy as np
 from fewbit._plan_json import how_from_dict, how_to_dict
 from fewbit.keras._serial_arrays import from_file, to_file
 from fewbit.keras._serial_format import damaged, opened, sealed
-from fewbit.keras._state import LayerState, scale_value
+from fewbit.keras._state import LayerState
 from fewbit.keras._variables import fill, own_variables, set_variable
 from fewbit.layouts import for_kernels
 from fewbit.numerics import qtype_name
@@ -50,7 +50,7 @@ def save_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
     for name, stored in state.stored.items():
         record["stored"][name] = _save_stored(stored.value(), name, state, store)
     for name, scale in state.scales.items():
-        store[f"scale.{name}"], about = to_file(scale_value(scale))
+        store[f"scale.{name}"], about = to_file(value_of(scale))
         record["scales"][name] = {"constant": not isinstance(scale, keras.Variable), **about}
     text = json.dumps(sealed(record), sort_keys=True).encode()
     store[_KEY] = np.frombuffer(text, np.uint8)
