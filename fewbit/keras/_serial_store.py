@@ -17,7 +17,7 @@ from fewbit._plan_json import how_from_dict, how_to_dict
 from fewbit.keras._serial_arrays import from_file, to_file
 from fewbit.keras._serial_format import damaged, opened, sealed
 from fewbit.keras._state import LayerState
-from fewbit.keras._variables import fill, own_variables, set_variable
+from fewbit.keras._variables import fill, own_variables, set_variable, value_of
 from fewbit.layouts import for_kernels
 from fewbit.numerics import qtype_name
 from fewbit.qarray import QArray, WithAux, unpack, validate_qarray
