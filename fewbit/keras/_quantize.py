@@ -12,6 +12,7 @@ from fewbit.keras._calibration import CalibrationError, observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
+from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import for_kernels
@@ -85,6 +86,7 @@ def quantize_model(
         planned = _reached(planned, stats)
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
+    make_saveable(model)
     forget_compiled(model)
     return model
 

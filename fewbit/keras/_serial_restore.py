@@ -11,6 +11,7 @@ from typing import Any
 import keras
 
 from fewbit.keras._classes import PREFIXES, become, holder_class, quantized_class
+from fewbit.keras._emulation import provider_for
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._serial_classes import resolve
 from fewbit.keras._serial_config import KEY, name_in, saved_dtype
@@ -19,7 +20,6 @@ from fewbit.keras._serial_layer import Saveable
 from fewbit.keras._serial_tree import places
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._variables import hollow
-from fewbit.modes.ptq import PtqProvider
 from fewbit.rules_io import rule_from_dict
 
 _MSG_PLACE = (
@@ -122,7 +122,8 @@ def _type(about: Mapping[str, Any]) -> dict[str, Any]:
 def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> LayerState:
     try:
         rule, path = rule_from_dict(own["rule"], where), str(own["path"])
-        program = LayerProgram(layer, original.call, path, PtqProvider([rule]))
+        provider = provider_for(rule, bool(own["settings"].get("emulate")))
+        program = LayerProgram(layer, original.call, path, provider)
         state = LayerState(path, rule, _kind(own, where), program, dict(own["settings"]))
         state.awaited = {name: dict(about) for name, about in own["stored"].items()}
     except (KeyError, TypeError) as error:
