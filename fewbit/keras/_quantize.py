@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from fewbit._plan import LeafPlan, Plan
@@ -32,6 +33,10 @@ _MSG_TWICE = (
 _MSG_UNBUILT = (
     "{model} has not been built, so it has no weights to quantize: {first} has none. Call it once "
     "on sample data, model(x), or model.build(input_shape), then quantize it."
+)
+_MSG_NO_TWIN = (
+    "{model} cannot be made a second time from its get_config(), which inplace=False needs: {why} "
+    "Give the class a get_config() and a build(), or quantize the model itself: inplace=True."
 )
 _MSG_NO_CALIBRATION = (
     "Calibration function must be provided for static quantization. It gets the model and runs it "
@@ -80,7 +85,7 @@ def quantize_model(
         if calib_function is None:
             raise ValueError(_MSG_NO_CALIBRATION)
         forget_compiled(model)
-        with observing(static) as collectors:
+        with observing(static, sublayers(model)) as collectors:
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
         planned = _reached(planned, stats)
@@ -123,7 +128,11 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
     """Give one layer its quantized weights, its static scales and its class."""
     layer, choice = each.layer, each.choice
     own = named_variables(layer)
-    settings = {"granularity": choice.granularity, "emulate": choice.emulate}
+    settings = {
+        "granularity": choice.granularity,
+        "emulate": choice.emulate,
+        "fused": choice.fused,
+    }
     state = LayerState(each.path, each.rule, str(choice.kind), each.program, settings)
     config = choice.config
     for leaf in each.plan.leaves:
@@ -161,14 +170,20 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 
 
 def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration that shares the float values."""
-    twin = model.__class__.from_config(model.get_config())
-    if not twin.built and model.built:
-        config = model.get_build_config()
-        if config:
-            twin.build_from_config(config)
-    for new, old in zip(twin.variables, model.variables, strict=True):
-        new.assign(old.value)
+    """A model of the same configuration and the same float values."""
+    try:
+        twin = model.__class__.from_config(model.get_config())
+        if not twin.built and model.built:
+            config = model.get_build_config()
+            if config:
+                twin.build_from_config(config)
+        pairs = list(zip(twin.variables, model.variables, strict=True))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        why = " ".join(str(error).partition("Example:")[0].split())
+        name = f"{type(model).__name__} '{model.name}'"
+        raise ValueError(_MSG_NO_TWIN.format(model=name, why=why)) from error
+    for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled
+        new.assign(jnp.copy(old.value))
     return twin
 
 

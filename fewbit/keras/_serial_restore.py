@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from fewbit.keras._classes import PREFIXES, become, holder_class, quantized_class
-from fewbit.keras._emulation import provider_for
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._serial_classes import resolve
 from fewbit.keras._serial_config import KEY, name_in, saved_dtype
@@ -122,9 +121,10 @@ def _type(about: Mapping[str, Any]) -> dict[str, Any]:
 def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> LayerState:
     try:
         rule, path = rule_from_dict(own["rule"], where), str(own["path"])
-        provider = provider_for(rule, bool(own["settings"].get("emulate")))
-        program = LayerProgram(layer, original.call, path, provider)
-        state = LayerState(path, rule, _kind(own, where), program, dict(own["settings"]))
+        settings = dict(own["settings"])
+        how = {name: settings[name] for name in ("emulate", "fused") if name in settings}
+        program = LayerProgram(layer, original.call, path, rule, **how)
+        state = LayerState(path, rule, _kind(own, where), program, settings)
         state.awaited = {name: dict(about) for name, about in own["stored"].items()}
     except (KeyError, TypeError) as error:
         raise damaged(where, "its fewbit record", f"it lacks {error}") from None
