@@ -13,6 +13,7 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
+from fewbit.keras._lora import adapters, with_adapter
 from fewbit.static_scales import ScaleName
 
 _VARIABLES, _STORED, _SCALES = 0, 1, 4
@@ -65,10 +66,11 @@ class LayerProgram:
         return runner, dynamic, others
 
     def _names(self, own: Mapping[str, keras.Variable]) -> dict[int, str]:
-        """Paths of all variables. Those of sublayers have their own, so that a rule for this layer
-        does not meet the products of layers inside it."""
-        names = {id(v): f"inside {v.path}" for v in self.layer.variables}
-        return names | {id(v): f"{self.path}/{name}" for name, v in own.items()}
+        """Paths of all variables. Those of sublayers and adapters have their own, so that a rule
+        for this layer does not meet their products."""
+        names = {id(v): f"{self.path}/{name}" for name, v in own.items()}
+        names = {id(v): f"inside {v.path}" for v in self.layer.variables} | names
+        return names | {id(v): f"inside {v.path}" for v in adapters(self.layer)}
 
     def _runner(
         self,
@@ -77,6 +79,8 @@ class LayerProgram:
         hollow: dict[str, keras.Variable],
         method: str,
     ) -> Runner:
+        float_call = with_adapter(self.layer, self.float_call)
+
         def pure(dynamic: list[Any]) -> Any:
             values, stored, args, kwargs, _ = call.merge(dynamic)
             mapping = [*zip(others, values, strict=True)]
@@ -84,7 +88,7 @@ class LayerProgram:
             with keras.StatelessScope(state_mapping=mapping) as scope:
                 before = [scope.get_current_value(v) for v in others]
                 with jax.named_scope(scope_name(self.path, type(self.layer).__name__)):
-                    out = self.float_call(self.layer, *args, **kwargs)
+                    out = float_call(self.layer, *args, **kwargs)
                 after = [scope.get_current_value(v) for v in others]
             changed = {
                 k: new

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from fewbit._plan import LeafPlan, Plan
@@ -13,6 +14,7 @@ from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._state import LayerState, named_variables
+from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
@@ -70,6 +72,7 @@ def quantize_model(
     ('QDynamicDense', (2, 64))
     """
     _check_model(model)
+    original = model
     if not inplace:
         model = clone(model)
     planned, plan = plan_model(model, quant_config)
@@ -85,6 +88,9 @@ def quantize_model(
         planned = _reached(planned, stats)
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
+    if model is not original:
+        _part(model, original)
+    guard_training(model)
     forget_compiled(model)
     return model
 
@@ -168,6 +174,14 @@ def clone(model: keras.Layer) -> keras.Layer:
     for new, old in zip(twin.variables, model.variables, strict=True):
         new.assign(old.value)
     return twin
+
+
+def _part(model: keras.Layer, original: keras.Layer) -> None:
+    """Copy what the twin still shares: training one model gives up the arrays it started from."""
+    shared = {id(variable.value) for variable in original.variables}
+    for variable in model.variables:
+        if id(variable.value) in shared:
+            variable.assign(jnp.array(variable.value))
 
 
 def forget_compiled(model: keras.Layer) -> None:

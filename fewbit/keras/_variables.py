@@ -133,6 +133,11 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return list({id(v): v for v in own}.values())
 
 
+def direct_sublayers(layer: keras.Layer) -> list[keras.Layer]:
+    """The layers that this one tracks itself, in the order in which it got them."""
+    return layer._flatten_layers(include_self=False, recursive=False)
+
+
 def sublayers(layer: keras.Layer) -> list[keras.Layer]:
     """Every layer below this one, at any depth, each once."""
     found = layer._flatten_layers(include_self=False, recursive=True)
