@@ -67,6 +67,11 @@ _MSG_SPOILT = (
     "Batch {number} has NaN or Inf at {site} ({side} {dtype}{shape}){more}. {why} Nothing of this "
     "batch was counted."
 )
+_MSG_NO_NUMBERS = (
+    "Batch {number} has no numbers at {site} ({side} {dtype}{shape}): the batch is {batch}. Leave "
+    "out batches of no rows (the last one of a data set that was cut evenly, say). Nothing of this "
+    "batch was counted."
+)
 _MSG_EMPTY = (
     "{count} of {total} observed operands saw no data in {batches}: {names}. {why} Give batches "
     "that reach them, or use dynamic ranges there (act_static_scale=None in a rule of their own)."
@@ -79,6 +84,20 @@ _MSG_ZERO = (
 
 class CalibrationError(ValueError):
     """Calibration that cannot be done; the message names the place and the cure."""
+
+
+class NoNumbers(CalibrationError):
+    """An operand of size zero, which has no range."""
+
+    def __init__(self, operand: Operand):
+        super().__init__(f"{operand.site.id} has no numbers")
+        self.operand = operand
+
+    def told(self, number: int, batch: Any) -> str:
+        """Which batch, and which Site met nothing."""
+        facts = dict(side=self.operand.side, dtype=self.operand.dtype)
+        where = dict(site=self.operand.site.id, shape=list(self.operand.shape))
+        return _MSG_NO_NUMBERS.format(number=number, batch=_shapes(batch), **facts, **where)
 
 
 def nothing(plan: Plan, observers: Sequence[str]) -> str:

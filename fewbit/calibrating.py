@@ -160,6 +160,9 @@ class _Work:
                 if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(dynamic)):
                     raise messages.CalibrationError(messages.ABSTRACT.format(number=number))
                 new = self._run_of(runner)(dynamic)
+            except messages.NoNumbers as error:
+                self.complaint(error.told(number, batch))
+                return
             except (TypeError, ValueError) as error:
                 raise messages.wrapped(error, number, batch) from error
             seen = self._combined(seen, new)
@@ -198,6 +201,9 @@ class _Work:
         if not self.operands:
             names = [observer.name for observer in self.observers]
             raise messages.CalibrationError(messages.nothing(self.plan, names))
+        for operand in seen:
+            if 0 in operand.shape:
+                raise messages.NoNumbers(operand)
         return tap
 
     def _combined(self, first: dict[str, Reading], second: Mapping[str, Reading]) -> Any:

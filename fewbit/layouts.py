@@ -20,6 +20,10 @@ from fewbit.qarray import HowToQuantize, QArray, WithAux
 from fewbit.qarray import pack as pack_codes
 from fewbit.qarray import unpack as unpack_codes
 
+_MSG_LAYOUT = (
+    "pack(tree, layout={found!r}) is not known: 'native' (what this machine's kernels read) or "
+    "'bits' (codes at true width, as bytes). fewbit.unpack(tree) gives one code per element."
+)
 # A matrix that padding to whole panels would blow up by more than this stays as it is. 48, 96, 100
 # or 200 columns are still multiplied as fast as by XLA or up to five times faster; at twice the
 # width (33 columns) many rows are not (docs/performance.md).
@@ -99,11 +103,14 @@ def _column_names(q: QArray, roles: str) -> Any:
     return names if columns % (ways * COLUMNS) == 0 and q.shape[first] % ways == 0 else _ELSEWHERE
 
 
-def pack(tree: Any) -> Any:
+def pack(tree: Any, *, layout: str = "native") -> Any:
     """Every quantized parameter in the layout that this machine's kernels read.
 
     Parameters that no kernel reads get their codes at true width (int3 in 3 bits); those whose type
     is as narrow as its codes stay as they are, one code per element.
+
+    `layout='bits'` gives all of them codes at true width, as bytes: the form for files of other
+    libraries, which need not know a type of 4 bits. `pack(tree)` makes it this machine's again.
 
     >>> import jax.numpy as jnp
     >>> import fewbit
@@ -111,9 +118,13 @@ def pack(tree: Any) -> Any:
     'bits'
     """
     check_tree("pack", tree)
+    if layout not in ("native", "bits"):
+        raise ValueError(_MSG_LAYOUT.format(found=layout))
 
     def one(x):
         if isinstance(x, WithAux) and isinstance(x.array, QArray):
+            if layout == "bits":
+                return x.replace(array=pack_codes(unpack_codes(x.array)))
             return x.replace(array=_packed(x.array, x.how))
         return pack_codes(x) if isinstance(x, QArray) else x
 

@@ -278,7 +278,8 @@ def _quantized(
     if isinstance(array, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
     else:
-        q = _quantize_leaf(jnp.asarray(array), how)
+        # The rule changes nothing here, and each layer may have its own: compiled once without it.
+        q = _quantize_leaf(jnp.asarray(array), how.replace(rule=None))
         warn_clamped(q.scale, path, stacklevel=5)
     if boxed is _WHOLE and box is None:  # a template is another program's, and plain
         q = for_kernels(q, how)

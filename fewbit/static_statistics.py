@@ -45,7 +45,8 @@ _MSG_UNKNOWN = (
 )
 _MSG_MISSING = (
     "quant_stats has nothing for {count} of the plan's static scales: {names}. Collect statistics "
-    "on inputs that reach every Site, or pass allow_missing_params=True to make a part of them."
+    "on inputs that reach every Site, or make a part of them: allow_missing_params=True, of "
+    "quantize_checkpoint strict=False."
 )
 _MSG_COUNT = (
     "quant_stats is not initialized for {name}. Its count is 0: no batch has reached this Site "

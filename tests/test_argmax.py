@@ -8,7 +8,7 @@ from helpers import W8A8, normal, quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fewbit.ops.argmax import LONG, _two_levels, _width, argmax
+from fewbit.ops.argmax import LONG, _two_levels, argmax, row_length
 
 
 @settings(max_examples=30, deadline=None)
@@ -37,7 +37,7 @@ def test_any_axis_and_length(shape):
     x = normal(0, *shape)
     out = jax.jit(lambda x: argmax(x, axis, jnp.int32))(x)
     np.testing.assert_array_equal(out, jnp.argmax(x, axis))
-    assert _width(LONG - 1) is None and _width(16411) is None  # short; a prime
+    assert row_length(LONG - 1) is None and row_length(16411) is None  # short; a prime
 
 
 def test_a_quantized_model_searches_in_two_levels():

@@ -59,6 +59,22 @@ def test_nothing_to_calibrate():
         calibrate(rules=[STATIC.replace(act_calibration_method="fixed,6")])
 
 
+def test_batches_of_no_rows():
+    none = jnp.zeros((0, 6))
+    sentences = (
+        "Batch 2 has no numbers at w:dot_general0 (lhs float32[0, 6]): the batch is "
+        "(float32[0, 6]). Leave out batches of no rows",
+        "Nothing of this batch was counted.",
+    )
+    with says(ValueError, *sentences):
+        calibrate([X, none])
+    with pytest.warns(UserWarning, match="Batch 1 has no numbers at w:dot_general0") as heard:
+        stats = calibrate([none, X, X[:2]], strict=False)
+    assert len(heard) == 1 and stats.batches == 2
+    with pytest.warns(UserWarning, match="Batch 1 has no numbers(.|\\n)*No batch was counted"):
+        calibrate([none], strict=False)
+
+
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 def test_values_that_are_not_finite(bad):
     spoilt = X.at[0, 0].set(bad)

@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 from helpers import W8A8, normal, quantized
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import fewbit
 from fewbit import PtqProvider, QuantizationRule
@@ -238,7 +240,12 @@ def test_branches_and_loops():
     ran = {row.weight_path: row.ran for row in found.sites}
     assert ran == {"always": True, "loop": True, "last": True, "never": False, "idle": False}
     text = "did not run on this batch (a branch not taken): never:dot_general0, idle:dot_general0"
-    assert found.notes == (text,)
+    several = (
+        "ran more than once on this batch (a loop over time, the shards of a shard_map): "
+        "loop:dot_general0; their accumulated error is of the last run alone, their other numbers "
+        "are of all runs"
+    )
+    assert found.notes == (text, several)
     assert [row.ran for row in found.sites] == [True] * 3 + [False] * 2
     output = difference(branches(params, X), qf(qparams, X)).sqnr
     close(found.output.sqnr, output, 1e-3)
@@ -252,6 +259,32 @@ def test_branches_and_loops():
         signal, noise = signal + (exact**2).sum(), noise + ((coarse - exact) ** 2).sum()
         x = jnp.tanh(jnp.asarray(exact, jnp.float32))
     close(found.site("loop:dot_general0").local.sqnr, 10 * math.log10(signal / noise))
+
+
+def test_shards():
+    """Each of eight devices has its rows; the Site's numbers are of all of them."""
+    mesh = Mesh(np.array(jax.devices()), ("d",))
+    params = {"up": normal(0, 16, 16), "down": normal(1, 16, 4)}
+    x = normal(2, 8, 16)
+
+    def whole(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    def sharded(params, x):
+        over = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+        return jnp.tanh(over(x, params["up"])) @ params["down"]
+
+    found = []
+    for f in (whole, sharded):
+        qf, qparams, _ = quantized(f, W8A8, params, x)
+        found.append(compare(f, qf, x, params=params, qparams=qparams))
+    one, other = found
+    for site in ("up:dot_general0", "down:dot_general0"):
+        close(other.site(site).local.sqnr, one.site(site).local.sqnr, 1e-3)
+        close(other.site(site).only, one.site(site).only, 1e-3)
+    close(other.output.sqnr, one.output.sqnr, 1e-3)
+    close(other.site("up:dot_general0").weight.sqnr, one.site("up:dot_general0").weight.sqnr, 1e-3)
+    assert one.notes == () and "shard_map): up:dot_general0; their accum" in other.notes[0]
 
 
 def test_static_scales_and_what_they_clip():

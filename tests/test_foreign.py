@@ -393,6 +393,12 @@ FAULTS = {
         r"scales does not fit a qweight of 32x16 codes of 4 bits in groups of 16: expected "
         r"\(2, 16\), found \(2, 8\). Check that config.json",
     ),
+    "a scale that is no number": (
+        lambda t, b: t[b + "scales"].__setitem__((1, 3), np.nan),
+        SAID,
+        r"tensor 'model.layers.0.mlp.up_proj.weight' cannot be read: scales holds 1 number that is "
+        r"NaN or infinite, the first at index \(1, 3\): nan. Every number that shares",
+    ),
     "zeros of another shape": (
         lambda t, b: t.update({b + "qzeros": t[b + "qzeros"][:1]}),
         SAID,
@@ -449,9 +455,42 @@ def test_what_is_wrong_is_said(fault):
         found["layers/0/up/kernel"]
 
 
+def with_bad_numbers(shape, dtype, *places):
+    array = np.ones(shape, dtype)
+    for place in places:
+        array[place] = np.inf
+    return array
+
+
 @pytest.mark.parametrize(
     ("parts", "said", "sentence"),
     [
+        (
+            {
+                "qweight": np.zeros((16, 2), np.int32),
+                "qzeros": np.zeros((1, 2), np.int32),
+                "scales": with_bad_numbers((1, 16), np.float16, (0, 5), (0, 9)),
+            },
+            config(quant_method="awq", bits=4, group_size=16),
+            r"'up.weight' cannot be read: scales holds 2 numbers that are NaN or infinite, the "
+            r"first at index \(0, 5\): inf",
+        ),
+        (
+            {
+                "weight": np.zeros((4, 4), np.int8),
+                "weight_scale": with_bad_numbers((4, 1), ml_dtypes.bfloat16, (2, 0)),
+            },
+            compressed_config("int-quantized", 8),
+            r"scale holds 1 number that is NaN or infinite, the first at index \(2, 0\): inf",
+        ),
+        (
+            {
+                "weight": np.zeros((130, 4), ml_dtypes.float8_e4m3fn),
+                "weight_scale_inv": with_bad_numbers((2, 1), np.float32, (1, 0)),
+            },
+            config(quant_method="fp8", weight_block_size=[128, 128]),
+            r"scale_inv holds 1 number that is NaN or infinite, the first at index \(1, 0\): inf",
+        ),
         (
             {"weight": np.zeros((4, 4), np.int8)},
             compressed_config("int-quantized", 8),

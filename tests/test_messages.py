@@ -530,7 +530,7 @@ def test_gradients_of_a_quantized_nnx_model():
 
 
 def test_unsupported_models():
-    takes = "takes a Flax Linen module, a Flax NNX module, a Keras model or a function f(params, *args)."
+    takes = "a Flax NNX module, a Keras model or a function f(params, *args)."
     with says(ValueError, "Unsupported model type: <class 'int'>.", takes):
         fewbit.quantize_model(3, PtqProvider(W8))
     with says(ValueError, "Unsupported model type: <class 'type'>.", "instance: Dense(...)"):

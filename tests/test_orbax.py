@@ -22,6 +22,9 @@ def through_orbax(path, tree, template=None):
         return checkpointer.restore(path, abstract(tree) if template is None else template)
 
 
+NF4 = [QuantizationRule(weight_qtype="nf4")]
+
+
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)])
@@ -42,8 +45,9 @@ TREES = {
     "uneven, packed": lambda: fewbit.pack({"w": weight("int3", (50, 7), 24)}),
     "zero points": lambda: {"w": weight("int4", method="minmax"), "none": None},
     "second level": lambda: {"w": weight("nvfp4")},
-    # Orbax has no uint4, the storage of nf4: only what kernels read goes through, packed.
+    # Orbax has no uint4, the storage of nf4: as bytes it goes through, large or small.
     "nf4, packed": lambda: fewbit.pack({"w": weight("nf4", (64, 64))}),
+    "nf4, as bytes": lambda: fewbit.pack(quantized_mlp(NF4)[0], layout="bits"),
 }
 
 
@@ -75,6 +79,30 @@ def test_into_a_template_that_was_never_computed(tmp_path):
     assert_same(found, params)
     qf = fewbit.quantize_model(mlp, PtqProvider(rules))
     assert (qf(found, X) == qf(params, X)).all() and jnp.isfinite(qf(found, X)).all()
+
+
+def test_bytes_of_weights_that_no_kernel_reads(tmp_path):
+    """An nf4 weight of a few numbers: its storage type is one that Orbax does not know."""
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    params = {"w": jnp.linspace(-1.0, 1.0, 15).reshape(5, 3)}
+    plan = fewbit.plan(f, NF4, params, jnp.ones((2, 5)))
+    qparams = fewbit.quantize_params(params, plan)
+    assert qparams["w"].array.layout == "plain"
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = fewbit.quantize_params(jax.eval_shape(lambda: params), plan)
+    template = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        fewbit.pack(shapes, layout="bits"),
+    )
+    stored = fewbit.pack(qparams, layout="bits")
+    assert stored["w"].array.data.dtype == jnp.uint8
+    found = through_orbax(tmp_path / "o", stored, template)
+    assert_same(found, stored)
+    assert_same(fewbit.unpack(found), qparams)
+    qf, x = fewbit.quantize_model(f, PtqProvider(NF4)), jnp.ones((2, 5))
+    assert (qf(found, x) == qf(qparams, x)).all()
+    with pytest.raises(ValueError, match="layout='panels'.* is not known: 'native'.*'bits'"):
+        fewbit.pack(qparams, layout="panels")
 
 
 def test_fewbit_says_whose_folder_it_is(tmp_path):

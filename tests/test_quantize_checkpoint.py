@@ -23,6 +23,7 @@ import fewbit
 from fewbit.calls import key_name
 from fewbit.io import _leaf_stream, _slices
 from fewbit.io.errors import CheckpointError
+from fewbit.io.quantize_checkpoint import check_source
 from fewbit.io.safetensors_file import SafetensorsWriter, dtype_name
 
 RULES = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16")]
@@ -281,6 +282,53 @@ def test_static_scales_come_from_statistics(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+def test_static_scales_without_statistics_are_not_silent(tmp_path):
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    params = {"w": jnp.asarray(MATRIX)}
+    static = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    plan = fewbit.plan(f, [static], params, jnp.ones((1, 32)))
+    source = tmp_path / "a.safetensors"
+    write_file(source, {"w": MATRIX})
+    lacks = (
+        r"The plan has 1 static activation scale that these parameters lack: w/dot_general0_lhs\. "
+        r".*fewbit\.calibrate\(model, plan, params, batches\).*quant_stats=stats\)"
+    )
+    with pytest.raises(ValueError, match=lacks):
+        fewbit.quantize_checkpoint(source, tmp_path / "out", plan)
+    with pytest.raises(ValueError, match=lacks):
+        check_source(source, plan)
+    with pytest.raises(ValueError, match=lacks):
+        fewbit.save(tmp_path / "out", fewbit.quantize_params(params, plan), plan)
+    assert not (tmp_path / "out").exists()
+    with pytest.warns(UserWarning, match=lacks):
+        fewbit.quantize_checkpoint(source, tmp_path / "out", plan, strict=False)
+    with pytest.warns(UserWarning, match=lacks):
+        fewbit.save(tmp_path / "saved", fewbit.quantize_params(params, plan), plan, strict=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "saved")
+
+
+def test_what_the_plan_does_not_know_is_left_out_when_asked(tmp_path):
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    static = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    plan = fewbit.plan(f, [static], {"w": jnp.asarray(MATRIX)}, jnp.ones((1, 32)))
+    edges = {"sum_of_absmax": jnp.full((1, 1), 3.0), "max_of_absmax": jnp.full((1, 1), 3.0)}
+    stat = {"lhs": {"count": jnp.array(1)} | edges}
+    stats = {plan.scales[0].site: stat}
+    write_file(tmp_path / "plain.safetensors", {"w": MATRIX})
+    write_file(tmp_path / "more.safetensors", {"w": MATRIX, "rope": np.ones(3, np.float32)})
+    stream = lambda name, out, stats, **options: fewbit.quantize_checkpoint(  # noqa: E731
+        tmp_path / f"{name}.safetensors", tmp_path / out, plan, quant_stats=stats, **options
+    )
+    stream("plain", "wanted", stats)
+    more = stats | {"elsewhere:dot_general7": stat}
+    with pytest.raises(ValueError, match="Pass allow_extra_params=True to leave out"):
+        stream("plain", "out", more)
+    with pytest.raises(CheckpointError, match="all with allow_extra_params=True"):
+        stream("more", "out", stats)
+    stream("more", "out", more, allow_extra_params=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+
 def test_fixed_ranges_need_no_statistics(tmp_path):
     f = lambda params, x: x @ params["w"]  # noqa: E731
     params = {"w": np.random.default_rng(0).normal(size=(32, 8)).astype(np.float32)}
@@ -391,7 +439,8 @@ FAULTS = {
     "extra": (
         lambda t: t.update({"rope": np.ones(3, np.float32)}),
         NAMES,
-        r"has 1 tensors that the plan does not know: rope. .* leave them out: names=",
+        r"has 1 tensors that the plan does not know: rope. .* leave them out: some with names=.*"
+        r"all with allow_extra_params=True",
     ),
     "not transposed": (
         lambda t: None,

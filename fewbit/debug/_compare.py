@@ -31,6 +31,10 @@ _NOTE_TWO_WAYS = (
     "took another branch in the quantized model than in the float one: {sites}; their accumulated "
     "error is of the runs they have in common"
 )
+_NOTE_SEVERAL_RUNS = (
+    "ran more than once on this batch (a loop over time, the shards of a shard_map): {sites}; "
+    "their accumulated error is of the last run alone, their other numbers are of all runs"
+)
 _NOTE_OTHERS = (
     "{count} parameters that are not quantized are other numbers in the two models ({names})"
 )
@@ -223,8 +227,10 @@ def _notes(mixed: Mixed, readings: dict[str, list[Reading]]) -> list[str]:
     ran = {site: [np.asarray(r.count) > 0 for r in found] for site, found in readings.items()}
     idle = [site for site, (exact, _) in ran.items() if not exact.any()]
     two_ways = [site for site, (exact, quantized) in ran.items() if (exact != quantized).any()]
+    several = [s for s, found in readings.items() if any(np.any(r.count > 1) for r in found)]
     notes = list(mixed.pair.notes)
-    for text, sites in ((_NOTE_NOT_RUN, idle), (_NOTE_TWO_WAYS, two_ways)):
+    kinds = ((_NOTE_NOT_RUN, idle), (_NOTE_TWO_WAYS, two_ways), (_NOTE_SEVERAL_RUNS, several))
+    for text, sites in kinds:
         if sites:
             notes.append(text.format(sites=", ".join(sites)))
     if mixed.others:

@@ -20,7 +20,10 @@ from fewbit.qarray import WithAux, quantize_with
 _MSG_MISSING = "has no tensor for {count} of the plan's parameters: {paths}"
 _FIX_MISSING = "{near}Map names to parameters: names=[(pattern, replacement), ...]."
 _MSG_EXTRA = "has {count} tensors that the plan does not know: {names}"
-_FIX_EXTRA = "{near}Map them with names=..., or leave them out: names=[..., (pattern, None)]."
+_FIX_EXTRA = (
+    "{near}Map them with names=..., or leave them out: some with "
+    "names=[..., (pattern, None)], all with allow_extra_params=True."
+)
 _MSG_SHAPE = "has a shape that parameter {path!r} does not"
 _FIX_TURNED = (
     "It looks transposed: add 'T' to its entry in names, (pattern, replacement, 'T'){axes}."
@@ -74,7 +77,12 @@ def _abstract(leaf: LeafPlan) -> Any:
 
 
 def find_pieces(
-    source: Source, plan: Plan, names: Any, stored: Sequence[Leaf], root: str
+    source: Source,
+    plan: Plan,
+    names: Any,
+    stored: Sequence[Leaf],
+    root: str,
+    allow_extra: bool = False,
 ) -> list[Piece | Leaf]:
     """Every leaf of the result, with its sources, or as it is if it has none."""
     planned = {leaf.path: leaf for leaf in plan.leaves}
@@ -88,7 +96,7 @@ def find_pieces(
             _MSG_MISSING.format(count=len(missing), paths=_some(missing)),
             fix=_FIX_MISSING.format(near=_near(missing[0], [*extra, *sources])),
         )
-    if extra:
+    if extra and not allow_extra:
         found = [name for path in extra for name in targets[path].sources]
         raise CheckpointError(
             source.path,

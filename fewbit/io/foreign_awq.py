@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fewbit.io.foreign_kernels import FLOATS, Foreign, Kernel, centred, kernel
+from fewbit.io.foreign_kernels import Foreign, Kernel, centred, kernel
 from fewbit.io.foreign_words import unpack_words
 
 BITS = (4,)
@@ -47,7 +47,7 @@ def read(weight: Foreign) -> Kernel:
     if _version(config) != "gemm":
         raise weight.error(_MSG_VERSION.format(found=_version(config)), fix=_FIX_VERSION)
     bits = weight.check_bits(_either(config, "bits", "w_bit"), BITS)
-    qweight, scales = weight.need_matrix("qweight", "int32"), weight.need("scales", *FLOATS)
+    qweight, scales = weight.need_matrix("qweight", "int32"), weight.need_scales("scales")
     rows, columns = qweight.shape[0], qweight.shape[1] * 32 // bits
     group = weight.check_group(_either(config, "group_size", "q_group_size"), rows)
     groups = -(-rows // group)

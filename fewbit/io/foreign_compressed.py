@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from fewbit.io.foreign_fp8 import TYPES, scaled_floats
-from fewbit.io.foreign_kernels import FLOATS, Foreign, Kernel, by_group_index, centred
+from fewbit.io.foreign_kernels import Foreign, Kernel, by_group_index, centred
 from fewbit.io.foreign_words import unpack_words
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -73,7 +73,7 @@ def read(weight: Foreign) -> Kernel:
             block = [int(n) for n in block.split("x")]
         return Kernel(scaled_floats(weight, codes, "scale", block))
     weight.check_bits(settings.get("num_bits", 8), BITS)
-    group, scale = _spread(weight, "scale", codes.shape, settings, *FLOATS)
+    group, scale = _spread(weight, "scale", codes.shape, settings)
     zeros = None
     if "zero_point" in weight.parts:
         zeros = _spread(weight, "zero_point", codes.shape, settings, "int8")[1].T
@@ -89,7 +89,7 @@ def _packed(weight: Foreign, settings: Mapping[str, Any]) -> Kernel:
     fields = 32 // bits
     why = f"a weight of {out}x{rows} with {fields} codes in a word"
     weight.check_shape("packed", packed, (out, -(-rows // fields)), why)
-    group, scale = _spread(weight, "scale", (out, rows), settings, *FLOATS)
+    group, scale = _spread(weight, "scale", (out, rows), settings)
     zeros = weight.parts.get("zero_point")
     if zeros is not None and zeros.dtype == np.int32:
         wanted = (-(-scale.shape[0] // fields), scale.shape[1])
@@ -104,10 +104,10 @@ def _packed(weight: Foreign, settings: Mapping[str, Any]) -> Kernel:
 
 
 def _spread(
-    weight: Foreign, part: str, shape: tuple[int, ...], settings: Mapping[str, Any], *dtypes: str
+    weight: Foreign, part: str, shape: tuple[int, ...], settings: Mapping[str, Any], dtype: str = ""
 ) -> tuple[int, np.ndarray]:
     """The inputs that share a number, and the numbers as `[out or 1, groups]`."""
-    array = weight.need(part, *dtypes)
+    array = weight.need(part, dtype) if dtype else weight.need_scales(part)
     out, rows = shape
     if array.size == 1:
         return rows, array.reshape(1, 1)

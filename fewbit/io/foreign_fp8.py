@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit.io.foreign_kernels import FLOATS, Foreign, Kernel
+from fewbit.io.foreign_kernels import Foreign, Kernel
 from fewbit.qarray import QArray
 
 TYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -49,7 +49,7 @@ def read(weight: Foreign) -> Kernel:
 
 def scaled_floats(weight: Foreign, codes: np.ndarray, part: str, block: Any) -> QArray:
     """Float codes with a scale for the tensor, for each output, or for each block."""
-    scale = weight.need(part, *FLOATS)
+    scale = weight.need_scales(part)
     tiles: tuple[tuple[int, int], ...] = ()
     *stack, out, rows = codes.shape
     if scale.size == 1:

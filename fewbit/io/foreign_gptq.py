@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fewbit.io.foreign_kernels import FLOATS, Foreign, Kernel, by_group_index, centred
+from fewbit.io.foreign_kernels import Foreign, Kernel, by_group_index, centred
 from fewbit.io.foreign_words import unpack_stream
 
 BITS = (2, 3, 4, 8)
@@ -66,7 +66,7 @@ def read(weight: Foreign) -> Kernel:
     settings = _settings(weight)
     bits = weight.check_bits(settings.get("bits"), BITS)
     qweight, qzeros = weight.need_matrix("qweight", "int32"), weight.need("qzeros", "int32")
-    scales = weight.need("scales", *FLOATS)
+    scales = weight.need_scales("scales")
     rows, columns = qweight.shape[0] * 32 // bits, qweight.shape[1]
     group = weight.check_group(settings.get("group_size", -1), rows)
     groups = -(-rows // group)

@@ -17,9 +17,17 @@ _MSG_MISSING = "is quantized with {method}, but {part} is missing; the checkpoin
 _MSG_SHAPE = "cannot be read: {part} does not fit {why}"
 _MSG_DTYPE = "cannot be read: {part} has another type"
 _MSG_BITS = "has {bits!r} bits, and {method} is read with {known}"
+_MSG_NOT_FINITE = (
+    "cannot be read: {part} holds {count} that {are} NaN or infinite, the first at index {index}: "
+    "{value}"
+)
 _MSG_GROUP = "cannot be read: its groups are of {found} inputs"
 _FIX_MISSING = "Fetch all files of the checkpoint again; a shard or the index is not whole."
 _FIX_OTHER = "Check that config.json and these files belong together."
+_FIX_NOT_FINITE = (
+    "Every number that shares such a scale would be NaN. Fetch the file again, or quantize the "
+    "float checkpoint anew."
+)
 _FIX_BITS = (
     "Dequantize it with the tool that made it and quantize the float checkpoint: "
     "fewbit.quantize_checkpoint."
@@ -59,6 +67,19 @@ class Foreign:
                 found=array.dtype.name,
                 fix=_FIX_OTHER,
             )
+        return array
+
+    def need_scales(self, part: str) -> np.ndarray:
+        """A part that holds scales: floats, all of them finite."""
+        array = self.need(part, *FLOATS)
+        bad = np.argwhere(~np.isfinite(array))
+        if len(bad):
+            first = tuple(int(i) for i in bad[0])
+            one = len(bad) == 1
+            count, are = ("1 number", "is") if one else (f"{len(bad)} numbers", "are")
+            facts = dict(count=count, are=are, index=first, value=float(array[first]))
+            what = _MSG_NOT_FINITE.format(part=part, **facts)
+            raise self.error(what, fix=_FIX_NOT_FINITE)
         return array
 
     def check_shape(

@@ -23,6 +23,7 @@ from fewbit.io._folder import _MSG_BUSY as _FOLDER_BUSY
 from fewbit.io._folder import Folder
 from fewbit.io._leaf_stream import Piece, stream_leaf, write_ready
 from fewbit.io._partial import Partial, writer_of
+from fewbit.io._plan_fits import check_scales
 from fewbit.io._stream_plan import abstract_tree, find_pieces
 from fewbit.io._tree import Leaf, TreeEncoder, leaf_arrays
 from fewbit.io.errors import CheckpointError
@@ -52,6 +53,8 @@ def quantize_checkpoint(
     *,
     quant_stats: Any = None,
     into: Any = None,
+    allow_extra_params: bool = False,
+    strict: bool = True,
     progress: bool = True,
     resume: bool = True,
     shard_size: int = SHARD_BYTES,
@@ -69,8 +72,10 @@ def quantize_checkpoint(
     `fewbit.save(dst, fewbit.quantize_params(params, plan), plan)`, with memory for a slice, or for
     a whole parameter where its format has one range for all of it.
 
-    `quant_stats` are statistics of calibration, as `quantize_params` takes them; without them only
-    weights are quantized. A plan knows the parameters by their paths, so the result is nested
+    `quant_stats` are statistics of calibration, as `quantize_params` takes them; a plan
+    with static scales is an error without them, and with `strict=False` a warning. Tensors and
+    statistics that the plan does not know are errors too; `allow_extra_params=True` leaves them
+    out. A plan knows the parameters by their paths, so the result is nested
     dicts; `into` is a tree like the parameters, abstract or not, for those with lists, tuples or
     classes of your own.
 
@@ -101,11 +106,9 @@ def quantize_checkpoint(
         target = os.fspath(dst).rstrip(os.sep) or os.fspath(dst)
         if os.path.realpath(target) == os.path.realpath(source.path):
             raise CheckpointError(target, _MSG_SAME)
-        encoder = TreeEncoder()
-        tree = _with_scales(abstract_tree(plan, into), plan, quant_stats)
-        node = encoder.node(tree)
-        root = "params/" if isinstance(tree, QuantizedParams) else ""
-        pieces = find_pieces(source, plan, names, encoder.leaves, root)
+        node, encoder, pieces = _matched(
+            source, plan, names, quant_stats, into, allow_extra_params, strict
+        )
         identity = _identity(source, plan, names, shard_size, seed)
         if into is not None:
             identity["into"] = _tree_digest(node)
@@ -132,6 +135,8 @@ def check_source(
     *,
     quant_stats: Any = None,
     into: Any = None,
+    allow_extra_params: bool = False,
+    strict: bool = True,
 ) -> int:
     """Whether `quantize_checkpoint` would find every parameter; the bytes that it would read.
 
@@ -140,15 +145,29 @@ def check_source(
     names = None if names is None else [tuple(entry) for entry in names]
     source = open_source(src)
     try:
-        encoder = TreeEncoder()
-        tree = _with_scales(abstract_tree(plan, into), plan, quant_stats)
-        encoder.node(tree)
-        root = "params/" if isinstance(tree, QuantizedParams) else ""
-        pieces = find_pieces(source, plan, names, encoder.leaves, root)
+        pieces = _matched(source, plan, names, quant_stats, into, allow_extra_params, strict)[2]
         read = [name for piece in pieces if isinstance(piece, Piece) for name in piece.sources]
         return sum(map(source.nbytes, read))
     finally:
         source.close()
+
+
+def _matched(
+    source: Source,
+    plan: Plan,
+    names: Any,
+    quant_stats: Any,
+    into: Any,
+    allow_extra: bool,
+    strict: bool,
+) -> tuple[Any, TreeEncoder, list[Piece | Leaf]]:
+    """The result as a node, its leaves, and what each of them is made of."""
+    encoder = TreeEncoder()
+    tree = _with_scales(abstract_tree(plan, into), plan, quant_stats, allow_extra, strict)
+    node = encoder.node(tree)
+    check_scales(plan, encoder.leaves, strict, stacklevel=4)
+    root = "params/" if isinstance(tree, QuantizedParams) else ""
+    return node, encoder, find_pieces(source, plan, names, encoder.leaves, root, allow_extra)
 
 
 def _run(
@@ -244,7 +263,7 @@ class _locked:
         self._folder.__exit__(*error)
 
 
-def _with_scales(tree: Any, plan: Plan, quant_stats: Any) -> Any:
+def _with_scales(tree: Any, plan: Plan, quant_stats: Any, allow_extra: bool, strict: bool) -> Any:
     """The tree with the static scales that statistics give, which are small and made at once."""
     scales = {scale.name: scale for scale in plan.scales}
     if quant_stats is None and not any(map(is_fixed, scales.values())):
@@ -259,8 +278,8 @@ def _with_scales(tree: Any, plan: Plan, quant_stats: Any) -> Any:
         scales,
         quant_stats if given else {},
         by_site=plan.kind == "function",
-        whole=given,
-        allow_extra=False,
+        whole=given and strict,
+        allow_extra=allow_extra,
         present=paths,
         known=paths,
     )

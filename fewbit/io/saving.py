@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -14,12 +13,10 @@ from fewbit._plan import Plan
 from fewbit.io import _manifest
 from fewbit.io._encoding import encode
 from fewbit.io._folder import Folder, telling
+from fewbit.io._plan_fits import check_scales, check_stored
 from fewbit.io._tree import Leaf, Tensor, TreeEncoder, leaf_arrays
 from fewbit.io.inspecting import CheckpointInfo, inspect
 from fewbit.io.safetensors_file import SafetensorsWriter, new_checksum
-from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unbox_parts, unboxed
-from fewbit.qarray import HowToQuantize, QArray, WithAux
 
 SHARD_BYTES = 2 * 10**9
 
@@ -28,11 +25,6 @@ _MSG_PLAN = (
     "Make one: fewbit.plan(model, rules, *inputs)."
 )
 _MSG_SWAPPED = "The parameters come second and the plan third: fewbit.save(path, params, plan)."
-_MSG_OTHER_PLAN = (
-    "{count} of the plan's parameters {are} not stored as it says: {examples}. Save the parameters "
-    "that this plan made, or leave the plan out: fewbit.save(path, params); strict=False saves "
-    "both as they are."
-)
 _MSG_ABSTRACT = "{path} is abstract: it has a shape, but no values to save."
 _MSG_LEAF = "{path}: {found} does not fit where {expected} comes next."
 
@@ -51,6 +43,9 @@ def save(
     and boxes, an NNX model or state (as nested dicts); classes of your own are filled into a
     template by `load(path, into=...)`. Codes take their true width (int3: 3 bits), in plain order,
     so that a file suits every machine.
+
+    The plan must fit: parameters stored as it says, and static scales if it has any (`strict=False`
+    makes that a warning).
 
     The checkpoint that was at `path` stays whole until the new one is on disk. A second writer at
     the same time gets an error. The same parameters and plan give the same bytes.
@@ -109,7 +104,8 @@ class CheckpointWriter:
         self._hows = tuple(encoder.hows)
         self.leaves: tuple[Leaf, ...] = tuple(encoder.leaves)
         if plan is not None:
-            _compare(plan, self.leaves, strict)
+            check_stored(plan, self.leaves, strict)
+            check_scales(plan, self.leaves, strict, stacklevel=4)
         self._groups = into_shards([t for leaf in self.leaves for t in leaf.tensors], shard_bytes)
         self._waiting = list(reversed(self.leaves))
         self._folder = Folder(self.path)
@@ -230,47 +226,3 @@ def into_shards(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
 def _check_concrete(path: str, value: Any) -> None:
     if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(value)):
         raise ValueError(_MSG_ABSTRACT.format(path=path))
-
-
-def _compare(plan: Plan, leaves: Sequence[Leaf], strict: bool) -> None:
-    """A plan beside parameters that it did not make would be a lie in the file."""
-    stored = {leaf.path: _stored_type(leaf.value) for leaf in leaves}
-    planned = {leaf.path: leaf for leaf in plan.leaves}
-    # Linen's variables and QuantizedParams hold the planned tree under this name.
-    prefix = "" if stored.keys() & planned.keys() else "params/"
-    differences = []
-    for path, leaf in planned.items():
-        if leaf.how is None:
-            continue
-        found = stored.get(prefix + path, "missing")
-        wanted = _words(qtype_name(leaf.how.qtype), leaf.shape, leaf.how)
-        if found != wanted:
-            differences.append(f"{path} is {found}, the plan says {wanted}")
-    if not differences:
-        return
-    message = _MSG_OTHER_PLAN.format(
-        count=len(differences),
-        are="is" if len(differences) == 1 else "are",
-        examples="; ".join(differences[:5]) + "; ..." * (len(differences) > 5),
-    )
-    if strict:
-        raise ValueError(message)
-    warnings.warn(message, stacklevel=4)
-
-
-def _stored_type(value: Any) -> str:
-    value = unboxed(value) if is_box(value) else value
-    how = value.how if isinstance(value, WithAux) else None
-    value = value.array if isinstance(value, WithAux) else value
-    if isinstance(value, QArray):
-        value = unbox_parts(value) if is_box(value.data) else value
-        name = "unknown" if value.qtype is None else qtype_name(value.qtype)
-        return _words(name, value.shape, how)
-    return str(getattr(value, "dtype", type(value).__name__))
-
-
-def _words(qtype: str, shape: Sequence[int], how: HowToQuantize | None) -> str:
-    """A quantized parameter for people, all that a plan and a file have to agree on."""
-    tiles = {} if how is None else {axis % len(shape): t for axis, t in how.tiled_axes.items()}
-    along = ", ".join(f"tiles of {tile} along axis {axis}" for axis, tile in sorted(tiles.items()))
-    return f"{qtype}[{','.join(map(str, shape))}]" + (f" in {along}" if along else "")

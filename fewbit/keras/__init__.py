@@ -9,6 +9,8 @@
 'QStaticDense'
 """
 
+from typing import Any as _Any
+
 import keras as _keras
 
 from fewbit.keras.config import DynamicQuantConfig as DynamicQuantConfig
@@ -26,7 +28,25 @@ if _keras.config.backend() != "jax":
     )
 
 from fewbit.keras._calibration import CalibrationError as CalibrationError
+from fewbit.keras._classes import let_keras_find as _let_keras_find
 from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._printing import print_model as print_model
 from fewbit.keras._quantize import plan as plan
 from fewbit.keras._quantize import quantize_model as quantize_model
+
+_let_keras_find()
+
+# KerasHub takes seconds to import, and not every Keras user has it.
+_FOR_KERAS_HUB = {
+    "GreedySampler": "samplers",
+    "TopKSampler": "samplers",
+    "quantize_kv_cache": "kv_cache",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name in _FOR_KERAS_HUB:
+        import importlib
+
+        return getattr(importlib.import_module(f"{__name__}.{_FOR_KERAS_HUB[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 
+from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
+from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
 from fewbit.keras._state import LayerState
 
 PREFIXES = {"static": "QStatic", "dynamic": "QDynamic", "weight_only": "QDynamic"}
@@ -17,11 +19,10 @@ _MSG_KERAS_QUANTIZE = (
 )
 
 
-class QuantizedLayer:
+class QuantizedLayer(Saveable):
     """What quantized layers of every class have in common."""
 
     _fewbit: LayerState
-    _fewbit_original: type[keras.Layer]
 
     @property
     def w_scale(self) -> Any:
@@ -61,8 +62,32 @@ def quantized_class(original: type[keras.Layer], kind: str) -> type[keras.Layer]
         "_fewbit_original": original,
         "__module__": __name__,
         "__doc__": f"A {original.__name__} whose products run on few bits.",
+        **methods(original),
     }
-    return type(name, (QuantizedLayer, original), namespace)
+    made = type(name, (QuantizedLayer, original), namespace)
+    register(made)
+    return made
+
+
+class QuantizedHolder(Saveable):
+    """A layer or model that holds quantized ones which its own config does not tell of."""
+
+
+@functools.cache
+def holder_class(original: type[keras.Layer]) -> type[keras.Layer]:
+    """The class of an `original` that holds quantized layers: the same but for what it saves."""
+    namespace = {
+        "_fewbit_original": original,
+        "__module__": __name__,
+        "__doc__": f"A {original.__name__} that holds quantized layers.",
+        **methods(original),
+    }
+    made = type(f"Quantized{original.__name__}", (QuantizedHolder, original), namespace)
+    name = hub_name(original)
+    register(made, name or SHARED_NAME)
+    if name:
+        let_hub_find(original.__name__)
+    return made
 
 
 def is_quantized(layer: Any) -> bool:
@@ -75,3 +100,9 @@ def become(layer: keras.Layer, state: LayerState) -> None:
     original: Any = type(layer)
     layer.__class__ = quantized_class(original, state.kind)
     layer._fewbit = state
+
+
+def let_keras_find() -> None:
+    """Let Keras make quantized layers and models out of configs, in a process that made none."""
+    keras.saving.get_custom_objects().update({f"fewbit>{SHARED_NAME}": QuantizedLayer})
+    let_hub_find_all()

@@ -12,6 +12,10 @@ from fewbit.keras._program import LayerProgram
 from fewbit.keras._variables import Stored, own_variables, value_of
 from fewbit.rules import QuantizationRule
 
+_MSG_UNLOADED = (
+    "{path} is quantized and its saved values ({names}) were not loaded. Load them: "
+    "model.load_weights(...), or from_preset without load_weights=False."
+)
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
 
 
@@ -27,9 +31,12 @@ class LayerState:
     stored: dict[str, Stored] = field(default_factory=dict)  # by the name of the variable
     hollow: dict[str, keras.Variable] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)  # '<op_id>_lhs_scale': variable or array
+    awaited: dict[str, Any] = field(default_factory=dict)  # what a file will give, and its shape
 
     def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's call, quantized."""
+        if self.awaited.keys() - self.stored.keys():
+            return self._sketch(layer, args, kwargs)
         stored = {name: part.value() for name, part in self.stored.items()}
         scales = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
@@ -40,6 +47,13 @@ class LayerState:
         for k, value in changed.items():
             others[k].assign(value)
         return out
+
+    def _sketch(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The float call, for the shapes that Keras asks for before it loads the weights."""
+        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+            names = ", ".join(self.awaited)
+            raise ValueError(_MSG_UNLOADED.format(path=layer.path or layer.name, names=names))
+        return self.program.float_call(layer, *args, **kwargs)
 
 
 def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:

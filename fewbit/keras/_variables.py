@@ -36,8 +36,15 @@ class QuantizedVariable(keras.Variable):
     Inside a layer's own trace it has the traced value that `keras.StatelessScope` gives it.
     """
 
+    _fewbit_stored: "Stored | None"
+
     def assign(self, value: Any) -> Any:
-        raise TypeError(_MSG_ASSIGN.format(path=self.path, qtype=self._fewbit_stored.qtype))
+        stored = self._fewbit_stored
+        qtype = "a quantized value" if stored is None else stored.qtype
+        raise TypeError(_MSG_ASSIGN.format(path=self.path, qtype=qtype))
+
+    def _deferred_initialize(self) -> None:
+        """Nothing: Keras would make floats for a variable that it saw without a value."""
 
 
 @dataclass(eq=False)
@@ -106,13 +113,44 @@ def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Varia
     )
 
 
-def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored) -> None:
-    """Give up the floats of a variable: from now on it reads what is stored."""
+def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored | None) -> None:
+    """Give up the floats of a variable: from now on it reads what is stored (None: not yet)."""
     layer._untrack_variable(variable)
     variable.__class__ = QuantizedVariable
     variable._fewbit_stored = stored
     variable._value = None
-    variable._initializer = lambda shape, dtype=None: dequantize(stored.value().array)
+    if stored is None:
+        variable._initializer = lambda shape, dtype=None: jnp.full(shape, jnp.nan, dtype)
+    else:
+        variable._initializer = lambda shape, dtype=None: dequantize(stored.value().array)
+
+
+def fill(
+    layer: keras.Layer, variable: keras.Variable, value: WithAux, old: Stored | None
+) -> Stored:
+    """Let a hollow variable read `value`; parts that it had before take the new numbers."""
+    leaves, treedef = jax.tree.flatten(_at_whole_bytes(value))
+    held = [_held(leaf) for leaf in leaves]
+    if old is not None:
+        if [part.shape for part in old.parts] == [array.shape for array in held]:
+            for part, array in zip(old.parts, held, strict=True):
+                part.assign(array)
+            old.treedef, old.dtypes = treedef, [leaf.dtype for leaf in leaves]
+            return old
+        for part in old.parts:
+            layer._untrack_variable(part)
+    return store(layer, variable, value)
+
+
+def set_variable(
+    layer: keras.Layer, name: str, value: jax.Array, old: keras.Variable | None
+) -> keras.Variable:
+    """A variable with this value: the old one, or a new one of a built layer."""
+    if isinstance(old, keras.Variable):
+        old.assign(value)
+        return old
+    with unlocked(layer):
+        return add_variable(layer, name, value)
 
 
 @contextlib.contextmanager

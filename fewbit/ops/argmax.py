@@ -23,7 +23,7 @@ def argmax(x: jax.Array, axis: int, index_dtype: Any = jnp.int32) -> jax.Array:
     >>> argmax(jnp.zeros(20000).at[4321].set(1.0), 0)
     Array(4321, dtype=int32)
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating) or _width(x.shape[axis]) is None:
+    if not jnp.issubdtype(x.dtype, jnp.floating) or row_length(x.shape[axis]) is None:
         return lax.argmax(x, axis, index_dtype)
     return lax.platform_dependent(
         x,
@@ -34,7 +34,7 @@ def argmax(x: jax.Array, axis: int, index_dtype: Any = jnp.int32) -> jax.Array:
 
 def _two_levels(x: jax.Array, axis: int, index_dtype: Any) -> jax.Array:
     x = jnp.moveaxis(x, axis, -1)
-    width = _width(x.shape[-1])
+    width = row_length(x.shape[-1])
     assert width is not None
     rows = x.reshape(*x.shape[:-1], -1, width)
     # XLA's vectorised maximum may lose a NaN, so rows that hold one are marked.
@@ -46,7 +46,7 @@ def _two_levels(x: jax.Array, axis: int, index_dtype: Any) -> jax.Array:
     return (row * width + column).astype(index_dtype)
 
 
-def _width(length: Any) -> int | None:
+def row_length(length: Any) -> int | None:
     """The length of a row: a divisor near the square root. None: too short, or there is none.
 
     Filling the last row up would copy the array, which costs what is gained.

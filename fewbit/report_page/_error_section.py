@@ -8,7 +8,7 @@ from fewbit.debug._channels import OUTLIER_RATIO
 from fewbit.debug._comparison import Comparison, SiteError
 from fewbit.debug._metrics import Difference, decibels
 from fewbit.report_page._charts import weight_histogram
-from fewbit.report_page._markup import Markup, join, tag
+from fewbit.report_page._markup import Markup, color_key, join, tag
 from fewbit.report_page._tables import Cell, sortable
 
 _MOST_BARS = 24
@@ -34,11 +34,9 @@ def errors(comparison: Comparison) -> Markup:
     """Bars and numbers of every Site."""
     rows = comparison.sites
     bars = [_bar(row) for row in rows[:_MOST_BARS] if row.ran]
-    key = tag(
-        "ul",
-        tag("li", tag("i", class_="k-after"), "local: the quantized op on float operands"),
-        tag("li", tag("i", class_="k-second"), "accumulated: as it happens in the quantized model"),
-        class_="key",
+    key = color_key(
+        after="local: the quantized op on float operands",
+        second="accumulated: as it happens in the quantized model",
     )
     intro = tag(
         "p",
@@ -173,12 +171,7 @@ def distributions(comparison: Comparison) -> Markup | None:
         cards.append(tag("figure", caption, weight_histogram(d, number)))
     left = len(paths) - _MOST_HISTOGRAMS
     more = tag("p", f"{left} more weights are not shown.", class_="soft") if left > 0 else None
-    key = tag(
-        "ul",
-        tag("li", tag("i", class_="k-before"), "float numbers"),
-        tag("li", tag("i", class_="k-after"), "codes, on their grid"),
-        class_="key",
-    )
+    key = color_key(before="float numbers", after="codes, on their grid")
     intro = tag(
         "p",
         "Each number divided by its own scale, so that the codes stand where they are; heights are "

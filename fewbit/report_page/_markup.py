@@ -41,6 +41,16 @@ def tag(name: str, /, *children: Any, **attributes: Any) -> Markup:
     return Markup(f"<{name}{written}>{join(*children)}</{name}>")
 
 
+def color_key(**meanings: str) -> Markup:
+    """What the colours of a chart mean, by the names that page.css has for them.
+
+    >>> color_key(before='float numbers')
+    '<ul class="key"><li><i class="k-before"></i>float numbers</li></ul>'
+    """
+    items = [tag("li", tag("i", class_=f"k-{color}"), said) for color, said in meanings.items()]
+    return tag("ul", items, class_="key")
+
+
 def join(*parts: Any) -> Markup:
     """Parts one after the other; lists are spread."""
     out = []

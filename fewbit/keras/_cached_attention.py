@@ -1,0 +1,142 @@
+"""Attention over a cache of int8 codes, one scale per token and head.
+
+KerasHub hands every attention layer its part of the cache and takes back whatever the layer returns
+in its place, so the layer alone decides how keys and values are kept between two tokens. The first
+pass over the prompt fills a float cache and reads it; what is kept of it are codes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fewbit.ops import dot_general
+from fewbit.qarray import QArray, quantize
+
+Codes = tuple[jax.Array, jax.Array]  # int8 [batch, length, heads, dim], float32 [.., heads]
+
+
+class Int8CacheAttention:
+    """What `CachedGemma3Attention` does, with keys and values kept as int8."""
+
+    def call(
+        self,
+        x: Any,
+        attention_mask: Any = None,
+        cache: Any = None,
+        cache_update_index: Any = 0,
+        cache_update_mask: Any = None,
+        training: bool = False,
+    ) -> Any:
+        if cache is None or len(cache) == 2:
+            out = super().call(  # type: ignore[misc]
+                x,
+                attention_mask=attention_mask,
+                cache=cache,
+                cache_update_index=cache_update_index,
+                cache_update_mask=cache_update_mask,
+                training=training,
+            )
+            if cache is None:
+                return out
+            attended, (key, value) = out
+            return attended, (*as_codes(key), *as_codes(value))
+        query, key, value = project(self, x, cache_update_index)
+        keys = updated(cache[:2], key, cache_update_index, cache_update_mask)
+        values = updated(cache[2:], value, cache_update_index, cache_update_mask)
+        attended = attend(self, query, keys, values, attention_mask, cache_update_index, training)
+        return self.output_dense(attended), (*keys, *values)  # type: ignore[attr-defined]
+
+
+def project(layer: Any, x: Any, start: Any) -> tuple[Any, Any, Any]:
+    """Query, key and value of new tokens, the first one standing at `start`."""
+    query, key = layer.query_dense(x), layer.key_dense(x)
+    if layer.use_query_key_norm:
+        query, key = layer.query_norm(query), layer.key_norm(key)
+    query, key = layer._apply_rope(query, start), layer._apply_rope(key, start)
+    return query, key, layer.value_dense(x)
+
+
+def as_codes(array: jax.Array) -> Codes:
+    """Keys or values as codes, each token and head with a scale of its own."""
+    q = _by_line(array)
+    return q.qvalue, q.scale[..., 0]
+
+
+def updated(kept: Codes, new: jax.Array, start: Any, mask: Any) -> Codes:
+    """The cache with the new tokens in it, where the mask lets them in."""
+    made = []
+    for old, fresh in zip(kept, as_codes(new), strict=True):
+        place = (0, start) + (0,) * (old.ndim - 2)
+        if mask is not None:
+            there = lax.dynamic_slice(old, place, fresh.shape)
+            let_in = mask.reshape(*mask.shape, *(1,) * (old.ndim - 2))
+            fresh = jnp.where(let_in, fresh, there)
+        made.append(lax.dynamic_update_slice(old, fresh, place))
+    return made[0], made[1]
+
+
+def attend(
+    layer: Any,
+    query: jax.Array,  # [batch, new, query heads, dim]
+    keys: Codes,
+    values: Codes,
+    mask: jax.Array | None,
+    start: Any,
+    training: bool,
+) -> jax.Array:
+    """Softmax of the scores over the cache, times the values: [batch, new, query heads, dim]."""
+    near = mask
+    if layer.use_sliding_window_attention and mask is not None:
+        near = layer._mask_sliding_window(mask, cache_update_index=start)
+    scores = scores_of(grouped(query, layer.num_key_value_heads) * score_factor(layer), keys)
+    if layer.logit_soft_cap is not None:
+        scores = jnp.tanh(scores / layer.logit_soft_cap) * layer.logit_soft_cap
+    weights = layer.softmax(scores, mask=None if near is None else near[:, None, None])
+    if layer.dropout:
+        weights = layer.dropout_layer(weights, training=training)
+    out = weighted(weights, values).reshape(query.shape).astype(query.dtype)
+    if mask is None:
+        return out
+    # A token that may look at nothing gets nothing.
+    nothing = jnp.all(mask == 0, axis=-1)[..., None, None]
+    return jnp.where(nothing, jnp.zeros_like(out), out)
+
+
+def scores_of(query: jax.Array, keys: Codes) -> jax.Array:
+    """Products with every kept key: [batch, key heads, group, new, length] in float32."""
+    codes, scale = keys
+    stored = QArray(codes, scale[..., None], qtype="int8", dtype=jnp.float32)
+    numbers = (((4,), (3,)), ((0, 2), (0, 2)))  # batch, heads; new, group; length
+    return dot_general(_by_line(query), stored, numbers).transpose(0, 1, 3, 2, 4)
+
+
+def weighted(weights: jax.Array, values: Codes) -> jax.Array:
+    """The values, weighted: [batch, new, key heads, group, dim] in float32.
+
+    The weights stay float, since small ones add up; the scale of each value goes into its weight.
+    """
+    codes, scale = values
+    scaled = weights * scale.transpose(0, 2, 1)[:, :, None, None]
+    numbers = (((4,), (1,)), ((0, 1), (0, 2)))  # batch, heads; group, new; dim
+    return lax.dot_general(scaled, codes.astype(jnp.float32), numbers).transpose(0, 3, 1, 2, 4)
+
+
+def grouped(query: jax.Array, key_heads: int) -> jax.Array:
+    """Query heads by the key head that they share, in float32."""
+    batch, new, heads, dim = query.shape
+    return query.reshape(batch, new, key_heads, heads // key_heads, dim).astype(jnp.float32)
+
+
+def score_factor(layer: Any) -> float:
+    """What a query is multiplied with before the scores."""
+    by_head = layer.query_head_dim_normalize
+    size = layer.head_dim if by_head else layer.hidden_dim // layer.num_query_heads
+    return float(1 / np.sqrt(size))
+
+
+def _by_line(array: jax.Array) -> QArray:
+    axes = range(array.ndim - 1)
+    return quantize(array, "int8", channelwise_axes=axes, scale_dtype=jnp.float32)

@@ -1,0 +1,161 @@
+"""A quantized layer's variables in Keras' weights file, and back: the same codes on any machine.
+
+Beside its float variables ('0', '1', ... as Keras numbers them) a layer's group holds the parts of
+each quantized one ('kernel.qvalue'), its static scales, and 'fewbit': a JSON text that says what
+they are, with a checksum of each.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from fewbit._plan_json import how_from_dict, how_to_dict
+from fewbit.keras._serial_arrays import from_file, to_file
+from fewbit.keras._serial_format import damaged, opened, sealed
+from fewbit.keras._state import LayerState
+from fewbit.keras._variables import fill, own_variables, set_variable, value_of
+from fewbit.layouts import for_kernels
+from fewbit.numerics import qtype_name
+from fewbit.qarray import QArray, WithAux, unpack, validate_qarray
+from fewbit.rules_io import rule_from_dict, rule_to_dict
+
+_KEY = "fewbit"
+_PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")
+
+_MSG_NOTHING = (
+    "{where}: the file holds nothing for this quantized layer. It was saved from another model, or "
+    "from the float one: load it into that, and quantize that again."
+)
+_MSG_FLOAT = (
+    "{where} is quantized ({rule}), but the file holds float variables for it ({names}). Load it "
+    "into the float model, and quantize that again."
+)
+_MSG_OTHER = (
+    "{where}/{name} is stored as {here}, but the file holds {found}. Load the model that was saved "
+    "(keras.saving.load_model or from_preset), or weights saved from a model quantized as this one."
+)
+_MSG_VARIABLES = "{where} has the variables {here}, but the file holds {found}."
+
+
+def save_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
+    """Write all that the layer itself holds."""
+    record: dict[str, Any] = {"variables": {}, "stored": {}, "scales": {}}
+    for number, variable in enumerate(float_variables(layer, state)):
+        store[str(number)], about = to_file(variable.value)
+        record["variables"][str(number)] = {"name": variable.name, **about}
+    for name, stored in state.stored.items():
+        record["stored"][name] = _save_stored(stored.value(), name, state, store)
+    for name, scale in state.scales.items():
+        store[f"scale.{name}"], about = to_file(value_of(scale))
+        record["scales"][name] = {"constant": not isinstance(scale, keras.Variable), **about}
+    text = json.dumps(sealed(record), sort_keys=True).encode()
+    store[_KEY] = np.frombuffer(text, np.uint8)
+
+
+def _save_stored(value: WithAux, name: str, state: LayerState, store: Any) -> dict[str, Any]:
+    q, how = unpack(value.array), value.how
+    parts = {}
+    for part in _PARTS:
+        array = getattr(q, part)
+        if array is not None:
+            codes = q.qtype if part == "qvalue" else None
+            store[f"{name}.{part}"], parts[part] = to_file(array, codes)
+    return {
+        "qtype": qtype_name(q.qtype),
+        "dtype": str(q.dtype),
+        "tiles": [list(pair) for pair in q.tiles],
+        "how": how_to_dict(how),
+        # None: the layer's own rule, which its config holds.
+        "rule": None if how.rule in (None, state.rule) else rule_to_dict(how.rule),
+        "parts": parts,
+    }
+
+
+def load_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
+    """Take over what `save_variables` wrote, each array checked before it is used."""
+    where = layer.path or layer.name
+    record = _record(store, where, state)
+    variables = float_variables(layer, state)
+    names = [about.get("name") for about in record["variables"].values()]
+    if len(names) != len(variables):
+        here = [variable.name for variable in variables]
+        raise ValueError(_MSG_VARIABLES.format(where=where, here=here, found=names))
+    for key, variable in zip(record["variables"], variables, strict=True):
+        about = record["variables"][key]
+        variable.assign(from_file(_get(store, key, where), about, where, f"variable {key!r}"))
+    awaited = state.hollow.keys() | state.stored.keys()
+    if record["stored"].keys() != awaited:
+        here, found = sorted(awaited), sorted(record["stored"])
+        raise ValueError(_MSG_VARIABLES.format(where=where, here=here, found=found))
+    for name, about in record["stored"].items():
+        value = _load_stored(store, name, about, where, state)
+        if name in state.stored:
+            _check_same(state.stored[name].value(), value, where, name)
+        state.stored[name] = fill(layer, state.hollow[name], value, state.stored.get(name))
+    for name, about in record["scales"].items():
+        key = f"scale.{name}"
+        scale = jnp.asarray(from_file(_get(store, key, where), about, where, f"scale {name!r}"))
+        old = state.scales.get(name)
+        state.scales[name] = scale if about["constant"] else set_variable(layer, name, scale, old)
+
+
+def float_variables(layer: keras.Layer, state: LayerState) -> list[keras.Variable]:
+    """What the layer holds beside its quantized values and its scales."""
+    ours = [part for stored in state.stored.values() for part in stored.parts]
+    ours += [scale for scale in state.scales.values() if isinstance(scale, keras.Variable)]
+    skipped = {id(v) for v in [*ours, *state.hollow.values()]}
+    return [v for v in own_variables(layer) if id(v) not in skipped]
+
+
+def _record(store: Any, where: str, state: LayerState) -> dict[str, Any]:
+    keys = list(store.keys())
+    if _KEY not in keys:
+        if not keys:
+            raise ValueError(_MSG_NOTHING.format(where=where))
+        raise ValueError(_MSG_FLOAT.format(where=where, rule=state.rule, names=", ".join(keys)))
+    try:
+        record = json.loads(np.asarray(store[_KEY], np.uint8).tobytes())
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        raise damaged(where, "its description", str(error)[:80]) from None
+    return opened(record, where, "its description")
+
+
+def _load_stored(store: Any, name: str, about: Any, where: str, state: LayerState) -> WithAux:
+    """One quantized variable, in the layout that this machine's kernels read."""
+    whole = f"{where}/{name}"
+    parts = {
+        part: jnp.asarray(
+            from_file(
+                _get(store, f"{name}.{part}", where),
+                fields,
+                whole,
+                part,
+                about["qtype"] if part == "qvalue" else None,
+            )
+        )
+        for part, fields in about["parts"].items()
+    }
+    rule = state.rule if about["rule"] is None else rule_from_dict(about["rule"])
+    how = how_from_dict(about["how"]).replace(rule=rule)
+    q = QArray(
+        **parts, qtype=about["qtype"], tiles=[tuple(pair) for pair in about["tiles"]]
+    ).with_dtype(about["dtype"])
+    validate_qarray(q)
+    return WithAux(for_kernels(q, how), how)
+
+
+def _check_same(old: WithAux, new: WithAux, where: str, name: str) -> None:
+    if old.shape != new.shape or how_to_dict(old.how) != how_to_dict(new.how):
+        here, found = (f"{value.how!r} of shape {value.shape}" for value in (old, new))
+        raise ValueError(_MSG_OTHER.format(where=where, name=name, here=here, found=found))
+
+
+def _get(store: Mapping[str, Any], key: str, where: str) -> Any:
+    try:
+        return store[key]
+    except (KeyError, OSError, ValueError) as error:
+        raise damaged(where, f"variable {key!r}", str(error)[:80] or "missing") from None
