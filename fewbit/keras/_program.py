@@ -16,6 +16,7 @@ from fewbit.jaxprs import scope_name
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.static_scales import ScaleName
 
+INSIDE = "inside "  # what the paths of variables begin with that are not the layer's own
 _VARIABLES, _STORED, _SCALES = 0, 1, 4
 
 
@@ -69,8 +70,8 @@ class LayerProgram:
         """Paths of all variables. Those of sublayers and adapters have their own, so that a rule
         for this layer does not meet their products."""
         names = {id(v): f"{self.path}/{name}" for name, v in own.items()}
-        names = {id(v): f"inside {v.path}" for v in self.layer.variables} | names
-        return names | {id(v): f"inside {v.path}" for v in adapters(self.layer)}
+        names = {id(v): f"{INSIDE}{v.path}" for v in self.layer.variables} | names
+        return names | {id(v): f"{INSIDE}{v.path}" for v in adapters(self.layer)}
 
     def _runner(
         self,

@@ -13,6 +13,7 @@ from fewbit.keras._calibration import CalibrationError, observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
+from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
@@ -72,7 +73,6 @@ def quantize_model(
     ('QDynamicDense', (2, 64))
     """
     _check_model(model)
-    original = model
     if not inplace:
         model = clone(model)
     planned, plan = plan_model(model, quant_config)
@@ -88,15 +88,15 @@ def quantize_model(
         planned = _reached(planned, stats)
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
-    if model is not original:
-        _part(model, original)
     guard_training(model)
     forget_compiled(model)
     return model
 
 
-def plan(model: keras.Layer, quant_config: Any) -> Plan:
+def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
     """What `quantize_model` would do to every layer, as a table to read; nothing is changed.
+
+    Of a model that is quantized: what was done to it, which needs no config.
 
     >>> import keras, fewbit.keras
     >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
@@ -104,6 +104,8 @@ def plan(model: keras.Layer, quant_config: Any) -> Plan:
     >>> [(row.site.op_id, row.weight_qtype, row.granularity) for row in made.sites]
     [('dot_general0', 'int4', 'tile 32')]
     """
+    if isinstance(model, keras.Layer) and quantized_layers(model):
+        return plan_done(model, quant_config)
     _check_model(model)
     return plan_model(model, quant_config)[1]
 
@@ -165,23 +167,18 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 
 
 def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration that shares the float values."""
+    """A model of the same configuration and the same numbers.
+
+    They are copied: Keras gives up the arrays that a model starts from when it runs or trains it.
+    """
     twin = model.__class__.from_config(model.get_config())
     if not twin.built and model.built:
         config = model.get_build_config()
         if config:
             twin.build_from_config(config)
     for new, old in zip(twin.variables, model.variables, strict=True):
-        new.assign(old.value)
+        new.assign(jnp.array(old.value))
     return twin
-
-
-def _part(model: keras.Layer, original: keras.Layer) -> None:
-    """Copy what the twin still shares: training one model gives up the arrays it started from."""
-    shared = {id(variable.value) for variable in original.variables}
-    for variable in model.variables:
-        if id(variable.value) in shared:
-            variable.assign(jnp.array(variable.value))
 
 
 def forget_compiled(model: keras.Layer) -> None:
