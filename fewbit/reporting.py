@@ -3,6 +3,7 @@
 A plan says what will be done; a report reads the arrays. With both, it says where they differ.
 """
 
+import importlib
 import json
 import math
 import sys
@@ -18,6 +19,7 @@ from fewbit._errors import describe, is_array_like
 from fewbit._plan import Plan
 from fewbit.calls import key_name
 from fewbit.layouts import would_be_faster
+from fewbit.models import is_keras
 from fewbit.numerics import dtype_bits, qtype_name
 from fewbit.observed import Statistics
 from fewbit.params import is_box, unbox_parts, unboxed
@@ -162,7 +164,7 @@ def _row(leaf: StoredLeaf) -> tuple[str, ...]:
 def report(
     model_or_params: Any, plan: Plan | None = None, stats: Statistics | None = None
 ) -> Report:
-    """What is really stored in a parameter tree, `{'params': ...}` variables or an NNX model.
+    """What is really stored in a parameter tree, `{'params': ...}` variables, an NNX or a Keras model.
 
     With the plan that the parameters should follow, the report lists where they do not. With the
     statistics of `calibrate` it says how many batches the static ranges come from.
@@ -210,6 +212,10 @@ def _calibration(stats: Statistics) -> list[str]:
 
 def _parameters(source: Any) -> tuple[Any, list[str]]:
     """The parameter tree of a model, of variables or of a state, and what was left out."""
+    if is_keras(source):
+        reading = importlib.import_module("fewbit.keras._reading")
+        scales = reading.scales(source)
+        return reading.parameters(source), _not_counted({"static scales": scales})
     nnx, linen = sys.modules.get("flax.nnx"), sys.modules.get("flax.linen")
     if nnx is not None and isinstance(source, nnx.Module | nnx.State):
         state = nnx.state(source) if isinstance(source, nnx.Module) else source

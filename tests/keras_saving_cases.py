@@ -1,8 +1,8 @@
 """Quantized Keras models to save, and what loads them in a process of its own.
 
-    python keras_saving_cases.py load <folder>       every <name>.keras there against <name>.npz
-    python keras_saving_cases.py hub-save <folder>   presets of a small Gemma3 and a small ViT
-    python keras_saving_cases.py hub-load <folder>   the same presets, by every way to load them
+python keras_saving_cases.py load <folder>       every <name>.keras there against <name>.npz
+python keras_saving_cases.py hub-save <folder>   presets of a small Gemma3 and a small ViT
+python keras_saving_cases.py hub-load <folder>   the same presets, by every way to load them
 """
 
 import json
@@ -224,9 +224,7 @@ def hub_save(folder):
         **{"image_shape": (32, 32, 3), "patch_size": 8, "num_layers": 2, "num_heads": 2},
         **{"hidden_dim": 64, "mlp_dim": 128},
     )
-    classifier = keras_hub.models.ViTImageClassifier(
-        backbone=vit, num_classes=5, preprocessor=None
-    )
+    classifier = keras_hub.models.ViTImageClassifier(backbone=vit, num_classes=5, preprocessor=None)
     quantize(classifier)
     rng = np.random.default_rng(0)
     ids = rng.integers(1, 300, (2, 12)).astype("int32")

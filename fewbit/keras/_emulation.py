@@ -13,7 +13,6 @@ from fewbit import current
 from fewbit.modes.provider import as_float
 from fewbit.modes.ptq import PtqProvider, activation_hows
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
-from fewbit.rules import QuantizationRule
 from fewbit.static_run import quantize_static
 
 
@@ -83,8 +82,3 @@ class EmulatingProvider(PtqProvider):
             return dequantize(q).astype(x.dtype)
 
         return [rounded(k, x) for k, x in enumerate(operands)]
-
-
-def provider_for(rule: QuantizationRule, emulate: bool) -> PtqProvider:
-    """What runs a layer's products: real arithmetic on few bits, or float arithmetic."""
-    return (EmulatingProvider if emulate else PtqProvider)([rule])

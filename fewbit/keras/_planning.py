@@ -1,5 +1,6 @@
 """What will happen to each layer of a Keras model, as one Plan."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError
 from fewbit.keras._choices import Choice
 from fewbit.keras._examples import Calls, example_calls
-from fewbit.keras._program import LayerProgram
+from fewbit.keras._program import INSIDE, LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
 from fewbit.keras._variables import own_variables, sublayers
 from fewbit.models.planning import plan_runs
@@ -120,7 +121,7 @@ def _planned(
         )
         runs.append((runner, dynamic))
     try:
-        plan, _ = plan_runs(runs, kind="keras", strict=False)
+        plan = layer_runs(runs)
     except UntraceableModelError as error:
         return str(error)
     except PlanError:
@@ -132,6 +133,14 @@ def _planned(
         reasons = [f"{site.site.op_id}: {site.reason}" for site in plan.sites]
         return "; ".join(reasons) or "no product or look-up reads its weights"
     return LayerPlan(layer, path, rule, choice, program, plan)
+
+
+def layer_runs(runs: Sequence[tuple[Any, Any]]) -> Plan:
+    """The plan of one layer's calls. A layer that its rule does not meet is left alone, and the
+    plan of the model says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "A rule matches nothing", UserWarning)
+        return plan_runs(runs, kind="keras", strict=False)[0]
 
 
 def _shown_rule(each: LayerPlan) -> QuantizationRule:
@@ -148,8 +157,9 @@ def merge(planned: Sequence[LayerPlan], model: keras.Layer, notes: Mapping[str, 
     scales: list[Any] = []
     for each in planned:
         number = rules.index(_shown_rule(each))
-        sites += [replace(s, rule=None if s.rule is None else number) for s in each.plan.sites]
-        leaves |= {leaf.path: leaf for leaf in each.plan.leaves}
+        own = [s for s in each.plan.sites if not s.site.path.startswith(INSIDE)]
+        sites += [replace(s, rule=None if s.rule is None else number) for s in own]
+        leaves |= {f.path: f for f in each.plan.leaves if not f.path.startswith(INSIDE)}
         scales += each.plan.scales
     for path, layer in layers_of(model).items():
         for name, variable in named_variables(layer).items():

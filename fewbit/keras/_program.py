@@ -15,11 +15,13 @@ from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
 from fewbit.keras._attention import attention_way
 from fewbit.keras._emulation import EmulatingProvider
+from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
 from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import ScaleName
 
+INSIDE = "inside "  # what the paths of variables begin with that are not the layer's own
 _VARIABLES, _STORED, _SCALES = 0, 1, 4
 
 
@@ -91,10 +93,11 @@ class LayerProgram:
         return out
 
     def _names(self, own: Mapping[str, keras.Variable]) -> dict[int, str]:
-        """Paths of all variables. Those of sublayers have their own, so that a rule for this layer
-        does not meet the products of layers inside it."""
-        names = {id(v): f"inside {v.path}" for v in self.layer.variables}
-        return names | {id(v): f"{self.path}/{name}" for name, v in own.items()}
+        """Paths of all variables. Those of sublayers and adapters have their own, so that a rule
+        for this layer does not meet their products."""
+        names = {id(v): f"{self.path}/{name}" for name, v in own.items()}
+        names = {id(v): f"{INSIDE}{v.path}" for v in self.layer.variables} | names
+        return names | {id(v): f"{INSIDE}{v.path}" for v in adapters(self.layer)}
 
     def _runner(
         self,
@@ -103,6 +106,8 @@ class LayerProgram:
         hollow: dict[str, keras.Variable],
         method: str,
     ) -> Runner:
+        float_call = with_adapter(self.layer, self.float_call)
+
         def pure(dynamic: list[Any]) -> Any:
             values, stored, args, kwargs, _, masks = call.merge(dynamic)
             set_masks((args, kwargs), masks)
@@ -114,7 +119,7 @@ class LayerProgram:
                     jax.named_scope(scope_name(self.path, type(self.layer).__name__)),
                     attention_way(self.layer, self.fused),
                 ):
-                    out = self.float_call(self.layer, *args, **kwargs)
+                    out = float_call(self.layer, *args, **kwargs)
                 after = [scope.get_current_value(v) for v in others]
             changed = {
                 k: new

@@ -13,8 +13,10 @@ from fewbit.keras._calibration import CalibrationError, observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
+from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
+from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
@@ -92,12 +94,15 @@ def quantize_model(
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
     make_saveable(model)
+    guard_training(model)
     forget_compiled(model)
     return model
 
 
-def plan(model: keras.Layer, quant_config: Any) -> Plan:
+def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
     """What `quantize_model` would do to every layer, as a table to read; nothing is changed.
+
+    Of a model that is quantized: what was done to it, which needs no config.
 
     >>> import keras, fewbit.keras
     >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
@@ -105,6 +110,8 @@ def plan(model: keras.Layer, quant_config: Any) -> Plan:
     >>> [(row.site.op_id, row.weight_qtype, row.granularity) for row in made.sites]
     [('dot_general0', 'int4', 'tile 32')]
     """
+    if isinstance(model, keras.Layer) and quantized_layers(model):
+        return plan_done(model, quant_config)
     _check_model(model)
     return plan_model(model, quant_config)[1]
 

@@ -27,6 +27,11 @@ _MSG_HOLDS_PARAMS = (
     "fewbit.plan(f, rules, model, x) and fewbit.quantize_params(model, plan)."
 )
 
+_MSG_NO_RULES = (
+    "fewbit.plan needs the rules to plan with: fewbit.plan(model, rules, *inputs). Only a quantized "
+    "Keras model is read without any."
+)
+
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 
@@ -102,7 +107,7 @@ def quantize_model(
 
 def plan(
     model: Any,
-    rules: Iterable[QuantizationRule] | QuantizationProvider,
+    rules: Iterable[QuantizationRule] | QuantizationProvider | None = None,
     *inputs: Any,
     methods: Sequence[str] = ("__call__",),
     strict: bool = True,
@@ -112,7 +117,8 @@ def plan(
 
     Inputs are the model's own; for a plain function the parameter tree comes first. Abstract values
     (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a
-    provider, and for a Keras model a config; it was built for its inputs and needs none here.
+    provider, and for a Keras model a config; it was built for its inputs and needs none here. Of a
+    quantized Keras model, `plan(model)` tells what was done to it.
 
     >>> import fewbit, jax
     >>> f = lambda params, x: x @ params['w']
@@ -125,6 +131,8 @@ def plan(
     """
     if is_keras(model):
         return front_end(model).plan(model, rules)
+    if rules is None:
+        raise TypeError(_MSG_NO_RULES)
     check_rules(model, rules, inputs)
     provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
     kind = front_end(model)

@@ -31,9 +31,11 @@ _MSG_TREES = (
     "quantized one as qparams=.{missing}"
 )
 _MSG_NO_TREES = (
-    "An NNX model holds its parameters; params= and qparams= are for functions and Linen. Leave "
-    "them out."
+    "{kind} holds its parameters; params= and qparams= are for functions and Linen. Leave them out."
 )
+
+_HOLDS_PARAMS = {"nnx": "An NNX model", "keras": "A Keras model"}
+_KERAS_PAIRS, _KERAS_READING = (f"fewbit.{'keras'}._{name}" for name in ("pairs", "reading"))
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,17 @@ def pair(
     if provider is None:
         raise TypeError(_MSG_NOT_QUANTIZED.format(found=describe(quantized)))
     given = {"params": params, "qparams": qparams}
-    if kind == "nnx":
+    if kind in _HOLDS_PARAMS:
         if params is not None or qparams is not None:
-            raise TypeError(_MSG_NO_TREES)
+            raise TypeError(_MSG_NO_TREES.format(kind=_HOLDS_PARAMS[kind]))
     else:
         missing = [name for name, tree in given.items() if tree is None]
         if missing:
             name = {"function": "A function", "linen": "A Linen module"}[kind]
             text = f" {' and '.join(missing)} is missing."
             raise TypeError(_MSG_TREES.format(kind=name, missing=text))
+    if kind == "keras":
+        return importlib.import_module(_KERAS_PAIRS).pair(model, quantized, args, kwargs)
     _, args, kwargs = provider.process_model_inputs(quantized, args, kwargs)
     if kind == "function":
         runner, tree = call_runner(quantized, qparams, args, kwargs)
@@ -95,6 +99,8 @@ def _provider(kind: str, model: Any) -> Any:
     """The provider of a quantized model; None for a float one."""
     if kind == "function":
         return model.provider if isinstance(model, QuantizedFunction) else None
+    if kind == "keras":
+        return importlib.import_module(_KERAS_READING).quantized_layers(model) or None
     return getattr(type(model), "_fewbit_provider", None)
 
 
