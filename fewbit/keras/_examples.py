@@ -1,4 +1,4 @@
-"""How a layer is called, as far as its products go: abstract inputs from the shapes it was built for.
+"""How a layer is called, as far as its products go: abstract inputs of the shapes it was built for.
 
 `register_calls` tells it for a layer that cannot be called on its build shapes alone.
 """

@@ -55,7 +55,9 @@ class Door:
 
 def hub_name(original: type) -> str | None:
     """The name that a quantized model class of KerasHub is registered under; None for others."""
-    if original.__module__.partition(".")[0] != "keras_hub" or not issubclass(original, keras.Model):
+    if original.__module__.partition(".")[0] != "keras_hub" or not issubclass(
+        original, keras.Model
+    ):
         return None
     hub = sys.modules.get("keras_hub")
     public = getattr(getattr(hub, "models", None), original.__name__, None) is original
