@@ -92,13 +92,17 @@ def main():
             results[name] = measure(model, pathlib.Path(folder) / name.replace(" ", "_"))
             del model
     print(
+<<<<<<< HEAD
         f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
+=======
+        f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'memory':>7} {'peak MB':>8}"
+>>>>>>> work-kser
     )
     whole = results["float32"]
     for name, r in results.items():
         print(
             f"{name:10} {r['size'] / 1e6:8.1f} {r['size'] / whole['size']:7.3f} {r['save']:7.2f} "
-            f"{r['seconds']:7.2f} {r['resident'] / whole['resident']:9.3f} {r['peak'] / 1e6:8.0f}"
+            f"{r['seconds']:7.2f} {r['resident'] / whole['resident']:7.3f} {r['peak'] / 1e6:8.0f}"
         )
 
 

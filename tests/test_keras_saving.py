@@ -130,15 +130,27 @@ def test_loading_makes_no_floats_for_quantized_variables(folder):
     assert sum(v.value.nbytes for v in model.variables) < 0.4 * 4 * (64 * 96 + 96 * 64)
 
 
-def test_presets_of_keras_hub(tmp_path):
-    """Gemma3 and ViT, by every class that may be asked, with fewbit.keras imported first."""
-    kinds = in_a_new_process("hub-save", tmp_path)
-    assert kinds == {"gemma": "Gemma3CausalLM", "vit": "QuantizedViTImageClassifier"}
-    found = in_a_new_process("hub-load", tmp_path)
-    assert found["same"] and all(found["same"].values()), found
-    assert found["isinstance"] and not found["hub_imported"]
+def test_the_preset_of_a_gemma(tmp_path):
+    """By every class that may be asked, with fewbit.keras imported before KerasHub."""
+    kinds = in_a_new_process("gemma-save", tmp_path)
+    assert kinds == ["Gemma3CausalLM", "QuantizedGemma3Backbone"]
+    found = in_a_new_process("gemma-load", tmp_path)
+    assert all(found["same"].values()) and not found["hub_imported"], found
     assert "not a subclass of calling class `LlamaBackbone`" in found["errors"][0]
     assert "Unable to find a subclass of LlamaCausalLM" in found["errors"][1]
+
+
+@pytest.mark.long
+def test_the_preset_of_a_classifier(tmp_path):
+    """A task with a quantized layer beside its backbone; asked for other classes, that is float."""
+    kinds = in_a_new_process("vit-save", tmp_path)
+    assert kinds == ["QuantizedViTImageClassifier", "QuantizedViTBackbone"]
+    assert {p.name for p in tmp_path.iterdir()} == {"vit", "vit.npz", "vit.keras"}
+    found = in_a_new_process("vit-load", tmp_path)
+    assert all(found["same"].values()), found
+    assert any(
+        "output_dense was saved as int8 with the shape (64, 5)" in w for w in found["warnings"]
+    )
 
 
 # --- weights alone --------------------------------------------------------------------------------
