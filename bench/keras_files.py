@@ -53,16 +53,9 @@ def model_of(shape):
 
 
 def quantize(model, rule):
-    import fewbit
-    from fewbit.keras._planning import layers_of
-    from fewbit.keras._quantize import convert, plan_model
-    from fewbit.keras._serial_holders import make_saveable
+    import fewbit.keras
 
-    rule = fewbit.QuantizationRule(**rule)
-    planned, _ = plan_model(model, dict.fromkeys(layers_of(model), rule))
-    for each in planned:
-        convert(each, "dynamic")
-    make_saveable(model)
+    fewbit.keras.quantize_model(model, [fewbit.QuantizationRule(**rule)], progress=False)
 
 
 def size_of(folder):
@@ -92,11 +85,7 @@ def main():
             results[name] = measure(model, pathlib.Path(folder) / name.replace(" ", "_"))
             del model
     print(
-<<<<<<< HEAD
         f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
-=======
-        f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'memory':>7} {'peak MB':>8}"
->>>>>>> work-kser
     )
     whole = results["float32"]
     for name, r in results.items():

@@ -8,6 +8,7 @@ python keras_saving_cases.py hub-load <folder>   the same presets, by every way 
 import json
 import os
 import pathlib
+import re
 import sys
 import warnings
 
@@ -85,20 +86,15 @@ class Unregistered(keras.layers.Dense):
     """A user's class that loading gets as custom_objects."""
 
 
-def quantize(model, rule=None, kind="dynamic", only=None):
+def quantize(model, rule=None, only=None):
     """The model with its layers quantized in place; `only` some, by a test of the layer."""
     from fewbit.keras._planning import layers_of
-    from fewbit.keras._quantize import convert, plan_model
-    from fewbit.keras._serial_holders import make_saveable
 
-    rule = fewbit.QuantizationRule(**(W8A8 if rule is None else rule))
-    layers = layers_of(model)
-    chosen = {path: rule if only is None or only(layers[path]) else None for path in layers}
-    planned, _ = plan_model(model, chosen)
-    assert planned
-    for each in planned:
-        convert(each, kind)
-    make_saveable(model)
+    rules = [fewbit.QuantizationRule(**(W8A8 if rule is None else rule))]
+    if only is not None:
+        rest = [path for path, layer in layers_of(model).items() if not only(layer)]
+        rules = [fewbit.QuantizationRule(module_path=re.escape(path)) for path in rest] + rules
+    fewbit.keras.quantize_model(model, rules, progress=False)
     return model
 
 

@@ -66,10 +66,6 @@ def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:
 
 
 def layer_rule(path: str, rule: QuantizationRule) -> QuantizationRule:
-<<<<<<< HEAD
     """The rule at the layer's own products and look-ups only, one static scale per operand."""
-=======
-    """The rule for one layer: at its own products and look-ups, one static scale per operand."""
->>>>>>> work-kser
     axes = tuple(range(8)) if rule.act_static_scale else rule.act_batch_axes
     return rule.replace(module_path=re.escape(path), op_names=OPS, act_batch_axes=axes)
