@@ -26,6 +26,7 @@ import keras_saving_cases as cases
 import fewbit.keras
 from fewbit.keras import _serial_format
 from fewbit.keras._serial_arrays import from_file, to_file
+from fewbit.keras._variables import set_variable
 from fewbit.numerics import FORMATS
 from fewbit.packing import packed_length
 from fewbit.qarray import quantize
@@ -164,6 +165,26 @@ def test_save_weights_and_load_weights(tmp_path):
     assert not np.array_equal(first(x), second(x))
     second.load_weights(tmp_path / "w.weights.h5")
     assert np.array_equal(first(x), second(x))
+
+
+def test_static_scales_stay_what_they_are():
+    """A variable stays one, a constant stays one, and both keep their type and bits."""
+    first, second = (cases.sequential().layers[0] for _ in range(2))
+    values = {"dot_general0_lhs_scale": np.float32([[0.3]]), "c": np.asarray([7], "bfloat16")}
+    scales = {name: jax.numpy.asarray(value) for name, value in values.items()}
+    first._fewbit.scales["dot_general0_lhs_scale"] = set_variable(
+        first, "dot_general0_lhs_scale", scales["dot_general0_lhs_scale"], None
+    )
+    first._fewbit.scales["c"] = scales["c"]
+    store = {}
+    first.save_own_variables(store)
+    for _ in range(2):  # a second time over the first
+        second.load_own_variables(store)
+        loaded = second._fewbit.scales
+        assert isinstance(loaded["dot_general0_lhs_scale"], keras.Variable)
+        assert isinstance(loaded["c"], jax.Array) and loaded["c"].dtype == "bfloat16"
+        assert np.array_equal(loaded["dot_general0_lhs_scale"].value, [[np.float32(0.3)]])
+        assert len(second.non_trainable_variables) == len(first.non_trainable_variables)
 
 
 def test_weights_of_a_model_quantized_otherwise_are_refused(tmp_path):
