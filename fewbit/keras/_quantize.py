@@ -16,7 +16,7 @@ from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
-from fewbit.keras._variables import add_variable, store, sublayers, unlocked
+from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.params import quantize_leaf
@@ -167,7 +167,7 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 
 
 def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration and the same numbers.
+    """A model of the same configuration, with the same numbers under the same paths.
 
     They are copied: Keras gives up the arrays that a model starts from when it runs or trains it.
     """
@@ -178,6 +178,9 @@ def clone(model: keras.Layer) -> keras.Layer:
             twin.build_from_config(config)
     for new, old in zip(twin.variables, model.variables, strict=True):
         new.assign(jnp.array(old.value))
+        take_path(new, old)
+    for new, old in zip(sublayers(twin), sublayers(model), strict=True):
+        take_path(new, old)
     return twin
 
 
