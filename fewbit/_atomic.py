@@ -34,6 +34,25 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[BinaryIO], N
     _flush_directory(target.parent)
 
 
+def move_into_place(written: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give a finished file or folder its name, once all of it is on the disk.
+
+    >>> import tempfile, pathlib
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / 'new').write_bytes(b'whole')
+    >>> move_into_place(folder / 'new', folder / 'a')
+    >>> [file.name for file in folder.iterdir()]
+    ['a']
+    """
+    path = Path(written)
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file():
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+    os.replace(path, target)
+    _flush_directory(Path(target).absolute().parent)
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

@@ -33,6 +33,8 @@ from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._printing import print_model as print_model
 from fewbit.keras._quantize import plan as plan
 from fewbit.keras._quantize import quantize_model as quantize_model
+from fewbit.keras._saving import save_model as save_model
+from fewbit.keras._saving import save_to_preset as save_to_preset
 
 _let_keras_find()
 

@@ -42,12 +42,13 @@ class Int8CacheAttention:
             if cache is None:
                 return out
             attended, (key, value) = out
-            return attended, (*as_codes(key), *as_codes(value))
+            return attended, (*kept(as_codes(key)), *kept(as_codes(value)))
         query, key, value = project(self, x, cache_update_index)
-        keys = updated(cache[:2], key, cache_update_index, cache_update_mask)
-        values = updated(cache[2:], value, cache_update_index, cache_update_mask)
+        keys = updated(read(cache[:2]), key, cache_update_index, cache_update_mask)
+        values = updated(read(cache[2:]), value, cache_update_index, cache_update_mask)
         attended = attend(self, query, keys, values, attention_mask, cache_update_index, training)
-        return self.output_dense(attended), (*keys, *values)  # type: ignore[attr-defined]
+        out = self.output_dense(attended)  # type: ignore[attr-defined]
+        return out, (*kept(keys), *kept(values))
 
 
 def project(layer: Any, x: Any, start: Any) -> tuple[Any, Any, Any]:
@@ -65,10 +66,20 @@ def as_codes(array: jax.Array) -> Codes:
     return q.qvalue, q.scale[..., 0]
 
 
-def updated(kept: Codes, new: jax.Array, start: Any, mask: Any) -> Codes:
+def kept(codes: Codes) -> tuple[jax.Array, jax.Array]:
+    """The form in the cache: the bits of the scales, since Keras casts floats to a layer's type."""
+    return codes[0], lax.bitcast_convert_type(codes[1], jnp.int32)
+
+
+def read(cache: tuple[jax.Array, jax.Array]) -> Codes:
+    """What `kept` put there."""
+    return cache[0], lax.bitcast_convert_type(cache[1], jnp.float32)
+
+
+def updated(before: Codes, new: jax.Array, start: Any, mask: Any) -> Codes:
     """The cache with the new tokens in it, where the mask lets them in."""
     made = []
-    for old, fresh in zip(kept, as_codes(new), strict=True):
+    for old, fresh in zip(before, as_codes(new), strict=True):
         place = (0, start) + (0,) * (old.ndim - 2)
         if mask is not None:
             there = lax.dynamic_slice(old, place, fresh.shape)
@@ -138,5 +149,5 @@ def score_factor(layer: Any) -> float:
 
 
 def _by_line(array: jax.Array) -> QArray:
-    axes = range(array.ndim - 1)
-    return quantize(array, "int8", channelwise_axes=axes, scale_dtype=jnp.float32)
+    # Keras' layers may mix types: a norm in float32, a projection in bfloat16.
+    return quantize(array.astype(jnp.float32), "int8", channelwise_axes=range(array.ndim - 1))

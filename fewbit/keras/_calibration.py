@@ -58,15 +58,13 @@ class Collector:
         if runner not in self._compiled:
             self._compiled[runner] = jax.jit(functools.partial(self._observed, runner))
         with jax.named_scope(scope_name(self.layer_plan.path, type(layer).__name__)):
-            (out, changed), readings = self._compiled[runner](dynamic)
-        for k, value in changed.items():
-            others[k].assign(value)
+            result, readings = self._compiled[runner](dynamic)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(readings)):
             jax.debug.callback(self.add, readings)
         else:
             self.add(readings)
             self._settle()
-        return out
+        return program.finish(result, others, args, kwargs)
 
     def _observed(self, runner: Runner, dynamic: list[Any]) -> Any:
         out, readings = runner.tapped(dynamic, self._tap)
@@ -126,11 +124,20 @@ class Collector:
 
 
 @contextlib.contextmanager
-def observing(planned: Sequence[LayerPlan]) -> Iterator[list[Collector]]:
-    """While the layers report to collectors; their classes are as before afterwards."""
+def observing(
+    planned: Sequence[LayerPlan], layers: Sequence[keras.Layer]
+) -> Iterator[list[Collector]]:
+    """While the layers report to collectors; their classes are as before afterwards.
+
+    `layers` are all of the model: recurrent ones step through their cells meanwhile, as they will
+    when the cells are quantized.
+    """
     collectors = [Collector(each) for each in planned]
     before = [type(each.layer) for each in planned]
+    whole = [(layer, layer.use_cudnn) for layer in layers if hasattr(layer, "use_cudnn")]
     try:
+        for layer, _ in whole:
+            layer.use_cudnn = False
         for collector in collectors:
             layer = collector.layer_plan.layer
             layer._fewbit = collector
@@ -139,6 +146,8 @@ def observing(planned: Sequence[LayerPlan]) -> Iterator[list[Collector]]:
         yield collectors
         jax.effects_barrier()
     finally:
+        for layer, setting in whole:
+            layer.use_cudnn = setting
         for each, cls in zip(planned, before, strict=True):
             each.layer.__class__ = cls
             del each.layer._fewbit

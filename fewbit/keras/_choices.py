@@ -63,6 +63,7 @@ class Choice:
     kind: str | None = None
     granularity: str | None = None
     emulate: bool = False
+    fused: bool | None = None  # the way of attention; None: the layer decides
     reason: str = ""
 
     @property
@@ -166,7 +167,7 @@ def _choice(parts: Sequence[LeafConfig], path: str, layer_class: type | str) -> 
     kind = "weight_only" if rule.act_qtype is None else "static" if found.static else "dynamic"
     grouped = rule.tile_size is not None
     granularity = "per_group" if grouped else found.weight_scale_granularity
-    return Choice(found, rule, kind, granularity, found.emulate)
+    return Choice(found, rule, kind, granularity, found.emulate, found.dot_product_attention_enable)
 
 
 def _why_not(part: LeafConfig, path: str, layer_class: type | str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from fewbit.keras._scale_views import activation_scales, single, weight_scales
 from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
 from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
 from fewbit.keras._state import LayerState
@@ -27,21 +28,22 @@ class QuantizedLayer(Saveable):
     @property
     def w_scale(self) -> Any:
         """The scale of the quantized weight; by name where there are several."""
-        found = {name: part.value().array.scale for name, part in self._fewbit.stored.items()}
-        return next(iter(found.values())) if len(found) == 1 else found or None
+        return single(weight_scales(self._fewbit))
 
     @property
     def a_scale(self) -> Any:
         """The static scale of the input, if there is one; by name where there are several."""
-        return self._static("_scale")
+        return single(activation_scales(self._fewbit, "_scale"))
 
     @property
     def a_zero_point(self) -> Any:
-        return self._static("_zero_point")
+        """The static zero point of the input, if there is one; by name where there are several."""
+        return single(activation_scales(self._fewbit, "_zero_point"))
 
-    def _static(self, end: str) -> Any:
-        found = {n: s for n, s in self._fewbit.scales.items() if n.endswith(end)}
-        return next(iter(found.values())) if len(found) == 1 else found or None
+    @property
+    def dot_product_attention_enable(self) -> bool:
+        """Whether attention may take Keras' fused operation."""
+        return self._fewbit.settings.get("fused") is not False
 
     def quantize(self, mode: Any = None, *args: Any, **kwargs: Any) -> None:
         state = self._fewbit

@@ -11,15 +11,14 @@ from fewbit._plan import LeafPlan, Plan, stored_bytes
 from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError
 from fewbit.keras._choices import Choice
-from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._examples import Calls, example_calls
 from fewbit.keras._program import INSIDE, LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
 from fewbit.keras._variables import own_variables, sublayers
 from fewbit.models.planning import plan_runs
-from fewbit.modes.ptq import PtqProvider
 from fewbit.rules import QuantizationRule
 
+_NOTE_UNBUILT = "it has not been built, so it has no weights: the model never called it"
 _NOTE_CHANNELS = "a scale per channel instead of per group ({why})"
 
 
@@ -78,7 +77,13 @@ def plan_layers(
                 notes[path] = made.note
         elif candidate:
             notes[path] = made
+        elif not layer.built and _builds_weights(layer):
+            notes[path] = _NOTE_UNBUILT
     return planned, merge(planned, model, notes)
+
+
+def _builds_weights(layer: keras.Layer) -> bool:
+    return type(layer).build is not keras.Layer.build and not own_variables(layer)
 
 
 def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str:
@@ -104,8 +109,9 @@ def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str
 def _planned(
     layer: keras.Layer, path: str, choice: Choice, rule: QuantizationRule, calls: Calls
 ) -> LayerPlan | str:
-    provider = (EmulatingProvider if choice.emulate else PtqProvider)([rule])
-    program = LayerProgram(layer, type(layer).call, path, provider)
+    program = LayerProgram(
+        layer, type(layer).call, path, rule, emulate=choice.emulate, fused=choice.fused
+    )
     own = named_variables(layer)
     runs = []
     for number, (args, kwargs) in enumerate(calls):

@@ -13,7 +13,12 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
+from fewbit.keras._attention import attention_way
+from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
+from fewbit.keras._masks import masks_of, set_masks
+from fewbit.modes.ptq import PtqProvider
+from fewbit.rules import QuantizationRule
 from fewbit.static_scales import ScaleName
 
 INSIDE = "inside "  # what the paths of variables begin with that are not the layer's own
@@ -21,12 +26,23 @@ _VARIABLES, _STORED, _SCALES = 0, 1, 4
 
 
 class LayerProgram:
-    """How one layer is called: `float_call` with `provider` deciding what happens at its Sites."""
+    """How one layer is called: `float_call` with a rule deciding what happens at its Sites.
+
+    `fused` says which way attention takes; None leaves it to the layer.
+    """
 
     def __init__(
-        self, layer: keras.Layer, float_call: Callable[..., Any], path: str, provider: Any
+        self,
+        layer: keras.Layer,
+        float_call: Callable[..., Any],
+        path: str,
+        rule: QuantizationRule,
+        *,
+        emulate: bool = False,
+        fused: bool | None = None,
     ):
-        self.layer, self.float_call, self.path, self.provider = layer, float_call, path, provider
+        self.layer, self.float_call, self.path, self.fused = layer, float_call, path, fused
+        self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
         self._runners: Cache[Runner] = Cache()
 
     def prepare(
@@ -60,11 +76,21 @@ class LayerProgram:
             return None
 
         values = [_abstract(v) if abstract else v.value for v in others]
-        dynamic, call = split_call((values, stored, args, kwargs, scales), name)
+        masks = {} if abstract else masks_of((args, kwargs))
+        dynamic, call = split_call((values, stored, args, kwargs, scales, masks), name)
         runner = self._runners.get(
             lambda: (call.key, method), lambda: self._runner(call, others, hollow, method)
         )
         return runner, dynamic, others
+
+    def finish(self, result: Any, others: list[keras.Variable], args: Any, kwargs: Any) -> Any:
+        """What a run gives, after what it did to variables and masks is done here too."""
+        out, changed, kept_masks, out_masks = result
+        for k, value in changed.items():
+            others[k].assign(value)
+        set_masks((args, kwargs), kept_masks, drop=True)
+        set_masks(out, out_masks)
+        return out
 
     def _names(self, own: Mapping[str, keras.Variable]) -> dict[int, str]:
         """Paths of all variables. Those of sublayers and adapters have their own, so that a rule
@@ -83,12 +109,16 @@ class LayerProgram:
         float_call = with_adapter(self.layer, self.float_call)
 
         def pure(dynamic: list[Any]) -> Any:
-            values, stored, args, kwargs, _ = call.merge(dynamic)
+            values, stored, args, kwargs, _, masks = call.merge(dynamic)
+            set_masks((args, kwargs), masks)
             mapping = [*zip(others, values, strict=True)]
             mapping += [(v, stored[name]) for name, v in hollow.items()]
             with keras.StatelessScope(state_mapping=mapping) as scope:
                 before = [scope.get_current_value(v) for v in others]
-                with jax.named_scope(scope_name(self.path, type(self.layer).__name__)):
+                with (
+                    jax.named_scope(scope_name(self.path, type(self.layer).__name__)),
+                    attention_way(self.layer, self.fused),
+                ):
                     out = float_call(self.layer, *args, **kwargs)
                 after = [scope.get_current_value(v) for v in others]
             changed = {
@@ -96,7 +126,7 @@ class LayerProgram:
                 for k, (old, new) in enumerate(zip(before, after, strict=True))
                 if new is not old
             }
-            return out, changed
+            return out, changed, masks_of((args, kwargs)), masks_of(out)
 
         what = f"Layer '{self.path}' ({type(self.layer).__name__})"
         return Runner(

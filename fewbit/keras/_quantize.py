@@ -14,6 +14,7 @@ from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._reading import plan_done, quantized_layers
+from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
@@ -34,6 +35,10 @@ _MSG_TWICE = (
 _MSG_UNBUILT = (
     "{model} has not been built, so it has no weights to quantize: {first} has none. Call it once "
     "on sample data, model(x), or model.build(input_shape), then quantize it."
+)
+_MSG_NO_TWIN = (
+    "{model} cannot be made a second time from its get_config(), which inplace=False needs: {why} "
+    "Give the class a get_config() and a build(), or quantize the model itself: inplace=True."
 )
 _MSG_NO_CALIBRATION = (
     "Calibration function must be provided for static quantization. It gets the model and runs it "
@@ -82,12 +87,13 @@ def quantize_model(
         if calib_function is None:
             raise ValueError(_MSG_NO_CALIBRATION)
         forget_compiled(model)
-        with observing(static) as collectors:
+        with observing(static, sublayers(model)) as collectors:
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
         planned = _reached(planned, stats)
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
+    make_saveable(model)
     guard_training(model)
     forget_compiled(model)
     return model
@@ -129,7 +135,11 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
     """Give one layer its quantized weights, its static scales and its class."""
     layer, choice = each.layer, each.choice
     own = named_variables(layer)
-    settings = {"granularity": choice.granularity, "emulate": choice.emulate}
+    settings = {
+        "granularity": choice.granularity,
+        "emulate": choice.emulate,
+        "fused": choice.fused,
+    }
     state = LayerState(each.path, each.rule, str(choice.kind), each.program, settings)
     config = choice.config
     for leaf in each.plan.leaves:
@@ -167,19 +177,22 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 
 
 def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration, with the same numbers under the same paths.
-
-    They are copied: Keras gives up the arrays that a model starts from when it runs or trains it.
-    """
-    twin = model.__class__.from_config(model.get_config())
-    if not twin.built and model.built:
-        config = model.get_build_config()
-        if config:
-            twin.build_from_config(config)
-    for new, old in zip(twin.variables, model.variables, strict=True):
-        new.assign(jnp.array(old.value))
-        take_path(new, old)
-    for new, old in zip(sublayers(twin), sublayers(model), strict=True):
+    """A model of the same configuration, with the same float values under the same paths."""
+    try:
+        twin = model.__class__.from_config(model.get_config())
+        if not twin.built and model.built:
+            config = model.get_build_config()
+            if config:
+                twin.build_from_config(config)
+        pairs = list(zip(twin.variables, model.variables, strict=True))
+        layers = list(zip(sublayers(twin), sublayers(model), strict=True))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        why = " ".join(str(error).partition("Example:")[0].split())
+        name = f"{type(model).__name__} '{model.name}'"
+        raise ValueError(_MSG_NO_TWIN.format(model=name, why=why)) from error
+    for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled
+        new.assign(jnp.copy(old.value))
+    for new, old in [*pairs, *layers]:
         take_path(new, old)
     return twin
 

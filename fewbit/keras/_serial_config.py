@@ -4,7 +4,7 @@ A layer's config gets a 'fewbit' record: its class, its own decision if it is qu
 ('own'), and those of the layers inside it ('below'), which the configs of most layers do not show.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -46,27 +46,6 @@ def _fields(layer: Any) -> dict[str, Any]:
 def _about(stored: Any) -> dict[str, Any]:
     q = stored.value().array
     return {"shape": list(q.shape), "qtype": qtype_name(q.qtype)}
-
-
-def recorded(config: Any) -> int:
-    """How many quantized layers the records in a serialized config tell of."""
-    return sum(
-        (record.get("own") is not None)
-        + sum(fields.get("own") is not None for fields in record.get("below", {}).values())
-        for record in _records(config)
-    )
-
-
-def _records(config: Any) -> Iterator[Mapping[str, Any]]:
-    if isinstance(config, Mapping):
-        for key, value in config.items():
-            if key == KEY and isinstance(value, Mapping) and "below" in value:
-                yield value
-            else:
-                yield from _records(value)
-    elif isinstance(config, list | tuple):
-        for value in config:
-            yield from _records(value)
 
 
 def name_in(config: Mapping[str, Any]) -> str:

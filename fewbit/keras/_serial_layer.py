@@ -25,7 +25,9 @@ class Saveable:
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
         from fewbit.keras._serial_restore import restored  # which makes classes of this one
 
-        with keras.saving.custom_object_scope(custom_objects or {}):
+        if not custom_objects:  # a scope of none would hide those that Keras opened
+            return restored(config)
+        with keras.saving.custom_object_scope(custom_objects):
             return restored(config)
 
     def load_own_variables(self, store: Any) -> None:

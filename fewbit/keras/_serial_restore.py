@@ -19,7 +19,6 @@ from fewbit.keras._serial_layer import Saveable
 from fewbit.keras._serial_tree import places
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._variables import hollow
-from fewbit.modes.ptq import PtqProvider
 from fewbit.rules_io import rule_from_dict
 
 _MSG_PLACE = (
@@ -122,8 +121,10 @@ def _type(about: Mapping[str, Any]) -> dict[str, Any]:
 def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> LayerState:
     try:
         rule, path = rule_from_dict(own["rule"], where), str(own["path"])
-        program = LayerProgram(layer, original.call, path, PtqProvider([rule]))
-        state = LayerState(path, rule, _kind(own, where), program, dict(own["settings"]))
+        settings = dict(own["settings"])
+        how = {name: settings[name] for name in ("emulate", "fused") if name in settings}
+        program = LayerProgram(layer, original.call, path, rule, **how)
+        state = LayerState(path, rule, _kind(own, where), program, settings)
         state.awaited = {name: dict(about) for name, about in own["stored"].items()}
     except (KeyError, TypeError) as error:
         raise damaged(where, "its fewbit record", f"it lacks {error}") from None

@@ -43,10 +43,8 @@ class LayerState:
         runner, dynamic, others = self.program.prepare(own, stored, scales, args, kwargs)
         # The interpreter's own products are this layer's, to a quantized layer around it.
         with jax.named_scope(scope_name(self.path, type(layer).__name__)):
-            out, changed = runner(dynamic)
-        for k, value in changed.items():
-            others[k].assign(value)
-        return out
+            result = runner(dynamic)
+        return self.program.finish(result, others, args, kwargs)
 
     def _sketch(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The float call, for the shapes that Keras asks for before it loads the weights."""

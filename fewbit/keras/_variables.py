@@ -28,6 +28,9 @@ _MSG_ASSIGN = (
     "{path} is stored as {qtype} and cannot be assigned to. Set the float model's weights and "
     "quantize it again, or load a saved quantized model: keras.saving.load_model(...)."
 )
+_MSG_CELL = (
+    "{path} is stored as {qtype} for its cell's own steps. Read it as `.value`, which decodes it."
+)
 
 
 class QuantizedVariable(keras.Variable):
@@ -45,6 +48,17 @@ class QuantizedVariable(keras.Variable):
 
     def _deferred_initialize(self) -> None:
         """Nothing: Keras would make floats for a variable that it saw without a value."""
+
+
+class QuantizedCellVariable(QuantizedVariable):
+    """The weight of a recurrent cell, which Keras' GRU and LSTM would rather use without the cell.
+
+    They ask JAX for it first, and step through the cell where that is not implemented.
+    """
+
+    def __jax_array__(self) -> Any:
+        qtype = self._fewbit_stored.qtype
+        raise NotImplementedError(_MSG_CELL.format(path=self.path, qtype=qtype))
 
 
 @dataclass(eq=False)
@@ -116,7 +130,8 @@ def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Varia
 def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored | None) -> None:
     """Give up the floats of a variable: from now on it reads what is stored (None: not yet)."""
     layer._untrack_variable(variable)
-    variable.__class__ = QuantizedVariable
+    is_cell = hasattr(layer, "state_size")
+    variable.__class__ = QuantizedCellVariable if is_cell else QuantizedVariable
     variable._fewbit_stored = stored
     variable._value = None
     if stored is None:

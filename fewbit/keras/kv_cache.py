@@ -20,8 +20,8 @@ _MSG_DTYPE = (
 _MSG_NO_CACHE = (
     "{model} ({cls}) has no cache that quantize_kv_cache knows. It knows the one that "
     "Gemma3CausalLM keeps per layer; other KerasHub models stack theirs into one array inside "
-    "call_with_cache, which is theirs to change. Generate with the float cache: "
-    "leave this call out."
+    "call_with_cache, which is theirs to change. Leave this call out: they generate with a float "
+    "cache."
 )
 
 

@@ -31,8 +31,7 @@ _MSG_TREES = (
     "quantized one as qparams=.{missing}"
 )
 _MSG_NO_TREES = (
-    "{kind} holds its parameters; params= and qparams= are for functions and Linen. Leave "
-    "them out."
+    "{kind} holds its parameters; params= and qparams= are for functions and Linen. Leave them out."
 )
 
 _HOLDS_PARAMS = {"nnx": "An NNX model", "keras": "A Keras model"}

@@ -1,0 +1,285 @@
+"""Quantized Keras models to save, and what loads them in a process of its own.
+
+python keras_saving_cases.py load <folder>       every <name>.keras there against <name>.npz
+python keras_saving_cases.py hub-save <folder>   presets of a small Gemma3 and a small ViT
+python keras_saving_cases.py hub-load <folder>   the same presets, by every way to load them
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+os.environ.setdefault("KERAS_BACKEND", "jax")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import fewbit.keras  # before KerasHub, which is the order that import sorters give
+
+# isort: split
+import keras
+import numpy as np
+
+W8A8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+W4 = {"weight_qtype": "int4", "tile_size": 16}
+
+
+@keras.saving.register_keras_serializable("cases")
+class Scaled(keras.layers.Dense):
+    """A user's subclass of a layer, with an argument and a variable of its own."""
+
+    def __init__(self, units, factor=1.0, **kwargs):
+        super().__init__(units, **kwargs)
+        self.factor = factor
+
+    def build(self, input_shape):
+        super().build(input_shape)
+        self.gain = self.add_weight(name="gain", shape=(self.units,), initializer="ones")
+
+    def call(self, inputs):
+        return super().call(inputs) * self.gain * self.factor
+
+    def get_config(self):
+        return {**super().get_config(), "factor": self.factor}
+
+
+@keras.saving.register_keras_serializable("cases")
+class Block(keras.layers.Layer):
+    """A user's layer that makes its own, with nothing but Keras' own way to save it."""
+
+    def __init__(self, width, **kwargs):
+        super().__init__(**kwargs)
+        self.width = width
+        self.up = keras.layers.Dense(2 * width, activation="gelu")
+        self.parts = {"down": [keras.layers.Dense(width)]}
+
+    def build(self, input_shape):
+        self.up.build(input_shape)
+        self.parts["down"][0].build((*input_shape[:-1], 2 * self.width))
+
+    def call(self, inputs):
+        return inputs + self.parts["down"][0](self.up(inputs))
+
+
+@keras.saving.register_keras_serializable("cases")
+class Net(keras.Model):
+    """A subclassed model: its config names none of its layers."""
+
+    def __init__(self, depth, **kwargs):
+        super().__init__(**kwargs)
+        self.depth = depth
+        self.blocks = [Block(32) for _ in range(depth)]
+        self.norm = keras.layers.LayerNormalization()
+        self.head = keras.layers.Dense(8)
+
+    def call(self, inputs):
+        for block in self.blocks:
+            inputs = self.norm(block(inputs))
+        return self.head(inputs)
+
+    def get_config(self):
+        return {**super().get_config(), "depth": self.depth}
+
+
+class Unregistered(keras.layers.Dense):
+    """A user's class that loading gets as custom_objects."""
+
+
+def quantize(model, rule=None, kind="dynamic", only=None):
+    """The model with its layers quantized in place; `only` some, by a test of the layer."""
+    from fewbit.keras._planning import layers_of
+    from fewbit.keras._quantize import convert, plan_model
+    from fewbit.keras._serial_holders import make_saveable
+
+    rule = fewbit.QuantizationRule(**(W8A8 if rule is None else rule))
+    layers = layers_of(model)
+    chosen = {path: rule if only is None or only(layers[path]) else None for path in layers}
+    planned, _ = plan_model(model, chosen)
+    assert planned
+    for each in planned:
+        convert(each, kind)
+    make_saveable(model)
+    return model
+
+
+def sequential(**rule):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(96, activation="relu"), keras.layers.Dense(64)]
+    return quantize(keras.Sequential([keras.Input((64,)), *layers]), rule or None)
+
+
+def functional():
+    """Attention, a layer used twice, a wrapper, a branch that stays float."""
+    inputs = keras.Input((6, 32))
+    x = keras.layers.MultiHeadAttention(2, 16)(inputs, inputs)
+    shared = keras.layers.Dense(32)
+    x = shared(shared(x))
+    x = keras.layers.TimeDistributed(keras.layers.Dense(16))(x)
+    x = keras.layers.Concatenate()([x, keras.layers.Dense(4, name="float_one")(inputs)])
+    model = keras.Model(inputs, [x, keras.layers.EinsumDense("abc,cd->abd", (6, 8))(x)])
+    return quantize(model, only=lambda layer: layer.name != "float_one")
+
+
+def convolutions():
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Conv2D(16, 3, activation="relu")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.DepthwiseConv2D(3)(x)
+    x = keras.layers.Conv2D(32, 1)(x)
+    return quantize(keras.Model(inputs, keras.layers.GlobalAveragePooling2D()(x)))
+
+
+def embedding():
+    inputs = keras.Input((6,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(100, 32)
+    return quantize(keras.Model(inputs, table(table(inputs), reverse=True)), W4)
+
+
+def nested():
+    inner = keras.Sequential([keras.Input((32,)), keras.layers.Dense(32), Scaled(32, factor=0.5)])
+    inputs = keras.Input((32,))
+    return quantize(keras.Model(inputs, Block(32)(inner(inputs))), W4)
+
+
+def subclassed():
+    model = Net(2)
+    model(np.zeros((1, 32), np.float32))
+    return quantize(model, W4)
+
+
+def own_class():
+    return quantize(keras.Sequential([keras.Input((32,)), Scaled(64, factor=3.0)]), W4)
+
+
+def custom_objects():
+    return quantize(keras.Sequential([keras.Input((32,)), Unregistered(64)]))
+
+
+def bfloat16():
+    dense = keras.layers.Dense(64, dtype="mixed_bfloat16")
+    return quantize(keras.Sequential([keras.Input((64,)), dense, keras.layers.Dense(8)]))
+
+
+def weight_only_fp8():
+    return sequential(weight_qtype="float8_e4m3fn")
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        *(sequential, functional, convolutions, embedding, nested, subclassed),
+        *(own_class, custom_objects, bfloat16, weight_only_fp8),
+    )
+}
+
+
+def inputs_of(model, name):
+    rng = np.random.default_rng(0)
+    if name == "embedding":
+        return rng.integers(0, 100, (3, 6)).astype("int32")
+    shape = (32,) if name == "subclassed" else model.input_shape[1:]
+    return rng.normal(size=(3, *shape)).astype("float32")
+
+
+def outputs_of(model, inputs):
+    return [np.asarray(y, np.float32) for y in keras.tree.flatten(model(inputs))]
+
+
+def layer_classes(model):
+    return [type(layer).__name__ for layer in model._flatten_layers()]
+
+
+def save(model, folder, name):
+    inputs = inputs_of(model, name)
+    outputs = outputs_of(model, inputs)
+    model.save(folder / f"{name}.keras")
+    np.savez(folder / f"{name}.npz", inputs=inputs, *outputs)
+    (folder / f"{name}.json").write_text(json.dumps(layer_classes(model)))
+
+
+def load(folder):
+    """What is different, by file, after loading in this process."""
+    faults = {}
+    for path in sorted(folder.glob("*.keras")):
+        saved = np.load(path.with_suffix(".npz"))
+        model = keras.saving.load_model(path, custom_objects={"Unregistered": Unregistered})
+        outputs = outputs_of(model, saved["inputs"])
+        same = all(np.array_equal(y, saved[f"arr_{i}"]) for i, y in enumerate(outputs))
+        classes = json.loads(path.with_suffix(".json").read_text())
+        if not same or layer_classes(model) != classes:
+            faults[path.stem] = {"same": same, "classes": layer_classes(model)}
+    return faults
+
+
+def hub_save(folder):
+    import keras_hub
+
+    backbone = keras_hub.models.Gemma3Backbone(
+        **{"vocabulary_size": 300, "image_size": None, "vision_encoder": None, "num_layers": 2},
+        **{"num_query_heads": 2, "num_key_value_heads": 1, "hidden_dim": 64, "head_dim": 32},
+        intermediate_dim=128,
+    )
+    gemma = keras_hub.models.Gemma3CausalLM(backbone=backbone, preprocessor=None)
+    quantize(gemma, W4)
+    vit = keras_hub.models.ViTBackbone(
+        **{"image_shape": (32, 32, 3), "patch_size": 8, "num_layers": 2, "num_heads": 2},
+        **{"hidden_dim": 64, "mlp_dim": 128},
+    )
+    classifier = keras_hub.models.ViTImageClassifier(backbone=vit, num_classes=5, preprocessor=None)
+    quantize(classifier)
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 300, (2, 12)).astype("int32")
+    images = rng.normal(size=(2, 32, 32, 3)).astype("float32")
+    np.savez(
+        folder / "hub.npz",
+        **{"ids": ids, "images": images},
+        gemma=np.asarray(gemma({"token_ids": ids, "padding_mask": np.ones_like(ids)})),
+        vit=np.asarray(classifier(images)),
+    )
+    gemma.save_to_preset(str(folder / "gemma"))
+    fewbit.keras.save_to_preset(classifier, folder / "vit")
+    gemma.save(folder / "gemma.keras")
+    return {"gemma": type(gemma).__name__, "vit": type(classifier).__name__}
+
+
+def hub_load(folder):
+    hub_imported = "keras_hub" in sys.modules
+    by_keras = keras.saving.load_model(folder / "gemma.keras", compile=False)
+    import keras_hub
+
+    saved = np.load(folder / "hub.npz")
+    ids, images = saved["ids"], saved["images"]
+    gemmas = {
+        "load_model": by_keras,
+        "Gemma3CausalLM": keras_hub.models.Gemma3CausalLM.from_preset(str(folder / "gemma")),
+        "CausalLM": keras_hub.models.CausalLM.from_preset(str(folder / "gemma")),
+    }
+    vits = {
+        "ViTImageClassifier": keras_hub.models.ViTImageClassifier.from_preset(str(folder / "vit")),
+        "ImageClassifier": keras_hub.models.ImageClassifier.from_preset(str(folder / "vit")),
+    }
+    tokens = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+    same = {k: np.array_equal(np.asarray(m(tokens)), saved["gemma"]) for k, m in gemmas.items()}
+    same |= {k: np.array_equal(np.asarray(m(images)), saved["vit"]) for k, m in vits.items()}
+    backbones = {
+        cls.__name__: cls.from_preset(str(folder / "gemma"))
+        for cls in (keras_hub.models.Backbone, keras_hub.models.Gemma3Backbone)
+    }
+    for name, backbone in backbones.items():
+        layer = backbone.transformer_layers[1].attention.query_dense
+        kept = isinstance(backbone, keras_hub.models.Gemma3Backbone)
+        same[name] = kept and type(layer).__name__ == "QDynamicEinsumDense"
+    errors = []
+    for cls in (keras_hub.models.LlamaBackbone, keras_hub.models.LlamaCausalLM):
+        try:
+            cls.from_preset(str(folder / "gemma"))
+        except ValueError as error:
+            errors.append(str(error))
+    kept = isinstance(gemmas["CausalLM"], keras_hub.models.Gemma3CausalLM) and isinstance(
+        vits["ImageClassifier"], keras_hub.models.ViTImageClassifier
+    )
+    return {"same": same, "isinstance": kept, "errors": errors, "hub_imported": hub_imported}
+
+
+if __name__ == "__main__":
+    does = {"load": load, "hub-save": hub_save, "hub-load": hub_load}[sys.argv[1]]
+    print(json.dumps(does(pathlib.Path(sys.argv[2]))))
