@@ -37,7 +37,8 @@ def test_fit_says_what_to_do_and_evaluation_works():
             train()
         text = str(error.value)
         assert text.startswith("Sequential 'sequential")
-        assert "is quantized, and the weights of 'up' and 1 more layers are stored on few" in text
+        assert "is quantized, and the weights of 'sequential" in text
+        assert "/up' and 1 more layers are stored on few" in text
         assert "layer.enable_lora(rank=4)" in text and "backbone.enable_lora(rank=4)" in text
         assert "layer.trainable = False" in text
         assert "quantization-aware training is not there yet" in text
@@ -49,7 +50,7 @@ def test_what_is_float_around_frozen_quantized_layers_trains():
     config = fk.DynamicQuantConfig("int8", exclude_list=["head"])
     model = quantized(model, config)
     model.compile(optimizer=keras.optimizers.Adam(0.02), loss="mse")
-    with pytest.raises(ValueError, match="weights of 'up' are stored"):
+    with pytest.raises(ValueError, match="weights of '.*up' are stored"):
         model.fit(X, Y)
     model.get_layer("up").trainable = False
     losses = model.fit(X, Y, epochs=4, verbose=0).history["loss"]

@@ -22,7 +22,8 @@ model = keras.Sequential(
         keras.Input((16, 16, 3)),
         layers.Conv2D(32, 3, activation="relu"),
         layers.GlobalAveragePooling2D(),
-        layers.Dense(64, activation="relu"),
+        layers.Dense(1024, activation="relu"),
+        layers.Dense(1024, activation="relu"),
         layers.Dense(10),
     ]
 )
