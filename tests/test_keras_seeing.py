@@ -47,7 +47,8 @@ def test_print_model_prints_and_returns_a_line_per_layer(twins, capsys):
     ]
     up = next(line for line in lines if ".up" in line)
     assert re.fullmatch(
-        r"QStaticDense \.block\.up a_scale=\[[\d.e-]+\] w_scale=\[\[[\d.e -]+\.\.\. [\d.e -]+\]\]", up
+        r"QStaticDense \.block\.up a_scale=\[[\d.e-]+\] w_scale=\[\[[\d.e -]+\.\.\. [\d.e -]+\]\]",
+        up,
     )
     scale = float(re.search(r"a_scale=\[([^]]+)\]", up)[1])
     held = np.asarray(twins[1].get_layer("block").get_layer("up").a_scale)

@@ -147,3 +147,38 @@ def test_a_twin_is_its_own_when_it_trains():
     twin.fit(X, Y, epochs=1, verbose=0)
     np.testing.assert_array_equal(before, model.predict(X, verbose=0))
     assert [layer.path for layer in twin.layers] == [layer.path for layer in model.layers]
+
+
+@pytest.mark.parametrize("alpha", [None, 9.0])
+def test_adapters_are_saved_beside_the_weights(alpha, tmp_path):
+    model = quantized(net())
+    for layer in model.layers:
+        layer.enable_lora(3, lora_alpha=alpha, b_initializer="he_uniform")
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert [layer.lora_alpha for layer in loaded.layers] == [alpha or 3] * 2
+    np.testing.assert_array_equal(model.predict(X, verbose=0), loaded.predict(X, verbose=0))
+    loaded.compile(optimizer=keras.optimizers.Adam(0.02), loss="mse")
+    losses = loaded.fit(X, Y, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")  # KerasHub says it of every fit
+def test_adapters_of_a_keras_hub_backbone_train():
+    from keras_models import prompt_batch, random_gemma3
+
+    model = random_gemma3("tiny", sequence_length=None)
+    config = fk.DynamicQuantConfig("int8", weight_scale_granularity="per_channel")
+    fk.quantize_model(model, config, progress=False)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss="sparse_categorical_crossentropy")
+    batch = prompt_batch(sizes=(20, 20))
+    targets = np.roll(batch["token_ids"], -1, axis=1)
+    with pytest.raises(ValueError, match="backbone.enable_lora"):
+        model.fit(batch, targets)
+    model.backbone.enable_lora(4)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(0.01), loss=loss, sampler="greedy")
+    assert all("lora" in variable.name for variable in model.trainable_variables)
+    losses = model.fit(batch, targets, epochs=6, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] - 0.05

@@ -56,7 +56,9 @@ def vit(options: argparse.Namespace):
     from _random_models import random_vit
 
     if options.small or options.random:
-        return random_vit("tiny" if options.small else "base", classes=10 if options.small else 1000)
+        return random_vit(
+            "tiny" if options.small else "base", classes=10 if options.small else 1000
+        )
     import keras_hub  # noqa: F401  the classes that the file names
 
     return keras.saving.load_model(options.model_path)

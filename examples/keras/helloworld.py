@@ -1,6 +1,6 @@
 """A first look: quantize a small Keras model statically and see what changed.
 
-    python examples/keras/helloworld.py
+python examples/keras/helloworld.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Save a quantized model with Keras' own calls and load it again, exact to the bit.
 
-    python examples/keras/saving.py
+python examples/keras/saving.py
 """
 
 import os

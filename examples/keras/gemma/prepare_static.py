@@ -1,6 +1,6 @@
 """Quantize a Gemma3 with static ranges, calibrated by generating text, and save it as a preset.
 
-    python examples/keras/gemma/prepare_static.py -p int8 --random -q /tmp/gemma_int8
+python examples/keras/gemma/prepare_static.py -p int8 --random -q gemma_int8
 """
 
 import pathlib
@@ -10,13 +10,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import _options
 
-flags = _options.parser(
-    __doc__, p="fp8_e4m3", m=_options.GEMMA, q="gemma3_instruct_270m_quantized"
-)
-options = flags.parse_args()
-
 import fewbit
 import fewbit.keras
+
+flags = _options.parser(__doc__, p="fp8_e4m3", m=_options.GEMMA, q="gemma3_instruct_270m_quantized")
+options = flags.parse_args()
 
 PROMPTS = [_options.PROMPT, "Write a poem about the sea.", "2 + 2 ="]
 

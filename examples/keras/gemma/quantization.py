@@ -1,7 +1,7 @@
 """The answers of a Gemma3 before and after quantization, to one prompt.
 
-    python examples/keras/gemma/quantization.py -p int8 --random
-    python examples/keras/gemma/quantization.py -p int4 -m gemma3_instruct_270m
+python examples/keras/gemma/quantization.py -p int8 --random
+python examples/keras/gemma/quantization.py -p int4 -m gemma3_instruct_270m
 """
 
 import pathlib
@@ -12,10 +12,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import _options
 
-options = _options.parser(__doc__, p="fp8_e4m3", m=_options.GEMMA).parse_args()
-
 import fewbit
 import fewbit.keras
+
+options = _options.parser(__doc__, p="fp8_e4m3", m=_options.GEMMA).parse_args()
 
 
 def answer(model, name):

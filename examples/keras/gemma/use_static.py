@@ -1,6 +1,6 @@
 """Load the preset that prepare_static.py wrote and let it answer.
 
-    python examples/keras/gemma/use_static.py -q /tmp/gemma_int8
+python examples/keras/gemma/use_static.py -q gemma_int8
 """
 
 import pathlib
@@ -10,12 +10,11 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import _options
-
-options = _options.parser(__doc__, q="gemma3_instruct_270m_quantized").parse_args()
-
 import keras_hub
 
-import fewbit.keras
+import fewbit.keras  # noqa: F401  all that loading needs
+
+options = _options.parser(__doc__, q="gemma3_instruct_270m_quantized").parse_args()
 
 start = time.perf_counter()
 model = keras_hub.models.Gemma3CausalLM.from_preset(options.quantized_path)

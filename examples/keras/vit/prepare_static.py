@@ -1,6 +1,6 @@
 """Quantize a vision transformer with static ranges and save it as one file.
 
-    python examples/keras/vit/prepare_static.py -p int8 --random -q /tmp/vit_int8.keras
+python examples/keras/vit/prepare_static.py -p int8 --random -q vit_int8.keras
 """
 
 import pathlib
@@ -10,12 +10,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import _options
 
+import fewbit
+import fewbit.keras
+
 flags = _options.parser(__doc__, p="fp8_e4m3", m="vit.keras", q="vit_quantized.keras")
 flags.add_argument("--image", help="a picture to calibrate on; without it a pattern")
 options = flags.parse_args()
-
-import fewbit
-import fewbit.keras
 
 model = _options.vit(options)
 picture = _options.image(model, options.image)

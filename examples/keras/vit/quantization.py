@@ -1,7 +1,7 @@
 """What a vision transformer sees before and after quantization.
 
-    python examples/keras/vit/quantization.py -p int8 --random
-    python examples/keras/vit/quantization.py -p fp8_e4m3 -m vit.keras --image beach.jpg
+python examples/keras/vit/quantization.py -p int8 --random
+python examples/keras/vit/quantization.py -p fp8_e4m3 -m vit.keras --image beach.jpg
 """
 
 import pathlib
@@ -10,15 +10,14 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import _options
-
-flags = _options.parser(__doc__, p="fp8_e4m3", m="vit.keras")
-flags.add_argument("--image", help="a picture; without it a pattern")
-options = flags.parse_args()
-
 import numpy as np
 
 import fewbit
 import fewbit.keras
+
+flags = _options.parser(__doc__, p="fp8_e4m3", m="vit.keras")
+flags.add_argument("--image", help="a picture; without it a pattern")
+options = flags.parse_args()
 
 model = _options.vit(options)
 picture = _options.image(model, options.image)
