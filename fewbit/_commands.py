@@ -10,6 +10,7 @@ from typing import Any
 import fewbit
 from fewbit import _text, debug, kernels
 from fewbit._cli_model import Misuse, load_model, load_names, load_rules
+from fewbit._doctor import fp8_here, keras_backend
 from fewbit.io.quantize_checkpoint import check_source, quantize_checkpoint
 from fewbit.models import front_end
 from fewbit.static_statistics import is_fixed
@@ -135,12 +136,14 @@ def _compare(text: str, loaded: Any) -> Any:
 
 
 def doctor() -> int:
-    """Print versions and kernels; 1 if the native part is missing."""
+    """Print versions, kernels and what runs natively; 1 if the native part is missing."""
     print(f"fewbit {fewbit.__version__}")
     for name in _LIBRARIES:
         print(f"{name + ':':16}{_installed(name)}")
+    print(f"{'keras backend:':16}{keras_backend()}")
     found = kernels.info()
     print(found)
+    print(f"{'fp8:':16}{fp8_here()}")
     return 0 if found.native else 1
 
 

@@ -164,7 +164,7 @@ def _row(leaf: StoredLeaf) -> tuple[str, ...]:
 def report(
     model_or_params: Any, plan: Plan | None = None, stats: Statistics | None = None
 ) -> Report:
-    """What is really stored in a parameter tree, `{'params': ...}` variables, an NNX or a Keras model.
+    """What is really stored in a parameter tree, variables, an NNX or a Keras model.
 
     With the plan that the parameters should follow, the report lists where they do not. With the
     statistics of `calibrate` it says how many batches the static ranges come from.

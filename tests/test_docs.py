@@ -5,6 +5,7 @@ import io
 import pathlib
 import re
 
+import jax
 import pytest
 
 from fewbit.numerics import FORMATS, bits_per_weight
@@ -19,13 +20,18 @@ def blocks(page):
     return BLOCK.findall((ROOT / page).read_text())
 
 
+def promotion(code):
+    """Keras relies on JAX's ordinary promotion."""
+    return jax.numpy_rank_promotion("allow" if "keras" in code else "raise")
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)])
 def test_code_on_the_page_runs_and_prints_what_it_says(page, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     namespace = {"__name__": "__main__"}
     for code, expected in blocks(page):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), promotion(code):
             exec(compile(code, page, "exec"), namespace)
         if expected:
             lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]

@@ -23,10 +23,11 @@ LARGEST_ERROR = {
 }
 
 
-def run(script: str, *arguments: str, timeout: float = 240) -> str:
+def run(script: str, *arguments: str, timeout: float = 240, **variables: str) -> str:
     """Standard output of one script, run as `python script arguments`; it must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)
+    environment |= variables
     done = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
         capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT,

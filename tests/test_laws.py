@@ -77,6 +77,7 @@ LAYERS = [
         "debug",
         "report_page",
         "_commands",
+        "_doctor",
         "_cli_model",
     ],
 ]

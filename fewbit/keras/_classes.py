@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from fewbit.keras._lora import adapter_methods
 from fewbit.keras._scale_views import activation_scales, single, weight_scales
 from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
 from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
@@ -69,6 +70,7 @@ def _quantized_class(original: Any, kind: str) -> type[keras.Layer]:
         "__module__": __name__,
         "__doc__": f"A {original.__name__} whose products run on few bits.",
         **methods(original),
+        **adapter_methods(original),
     }
     made = type(name, (QuantizedLayer, original), namespace)
     register(made)

@@ -5,6 +5,7 @@ bits, and the adapter's own small products are added to it: x @ W + s (x @ A) @ 
 """
 
 import contextlib
+import functools
 import string
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,27 @@ def with_adapter(layer: Any, float_call: Callable[..., Any]) -> Callable[..., An
     A class that writes its own call keeps it, adding the adapter to the weight it has decoded.
     """
     return _CALLS.get(float_call, float_call) if adapters(layer) else float_call
+
+
+def adapter_methods(original: type[keras.Layer]) -> dict[str, Any]:
+    """`enable_lora` for a quantized `original`, if that has one.
+
+    Keras forgets the strength (`lora_alpha`) of an adapter when it makes a saved layer again; here
+    the adapter is saved as it is, beside the weight, so its strength has to come back with it.
+    """
+    enable: Any = getattr(original, "enable_lora", None)
+    if enable is None:
+        return {}
+
+    @functools.wraps(enable)
+    def enable_lora(
+        self: Any, rank: int, lora_alpha: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if lora_alpha is None and self.lora_rank == rank:
+            lora_alpha = self.lora_alpha
+        enable(self, rank, lora_alpha, *args, **kwargs)
+
+    return {"enable_lora": enable_lora}
 
 
 def low_rank_equation(equation: str) -> tuple[tuple[str, bool], tuple[str, bool]]:

@@ -56,7 +56,9 @@ def pair(
     values = {_moved(path, places): value for path, value in parameters(quantized).items()}
     held = {_moved(path, places): value for path, value in scales(quantized).items()}
     plain = _runner(model, provider, parameters(model), args, kwargs, {})
-    held |= _of_later_calls(plain[0].trace(plain[1]).program.sites, held)
+    if held:
+        with contextlib.suppress(ValueError, TypeError):  # told later, with the batch
+            held |= _of_later_calls(plain[0].trace(plain[1]).program.sites, held)
     made = _runner(model, provider, values, args, kwargs, held)
     return Pair("keras", *made, *plain, outputs=lambda traced: len(traced.forwarded))
 

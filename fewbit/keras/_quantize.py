@@ -17,7 +17,7 @@ from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
-from fewbit.keras._variables import add_variable, store, sublayers, unlocked
+from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.params import quantize_leaf
@@ -177,7 +177,7 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 
 
 def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration and the same float values."""
+    """A model of the same configuration, with the same float values under the same paths."""
     try:
         twin = model.__class__.from_config(model.get_config())
         if not twin.built and model.built:
@@ -185,12 +185,15 @@ def clone(model: keras.Layer) -> keras.Layer:
             if config:
                 twin.build_from_config(config)
         pairs = list(zip(twin.variables, model.variables, strict=True))
+        layers = list(zip(sublayers(twin), sublayers(model), strict=True))
     except (NotImplementedError, TypeError, ValueError) as error:
         why = " ".join(str(error).partition("Example:")[0].split())
         name = f"{type(model).__name__} '{model.name}'"
         raise ValueError(_MSG_NO_TWIN.format(model=name, why=why)) from error
     for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled
         new.assign(jnp.copy(old.value))
+    for new, old in [*pairs, *layers]:
+        take_path(new, old)
     return twin
 
 

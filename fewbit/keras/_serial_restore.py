@@ -18,6 +18,7 @@ from fewbit.keras._serial_format import damaged, opened
 from fewbit.keras._serial_layer import Saveable
 from fewbit.keras._serial_tree import places
 from fewbit.keras._state import LayerState, named_variables
+from fewbit.keras._training import guard_training
 from fewbit.keras._variables import hollow
 from fewbit.rules_io import rule_from_dict
 
@@ -66,6 +67,7 @@ def restored(config: Mapping[str, Any]) -> Any:
         if own is not None:
             empty(layer)
         _adopt_below(layer, below, where)
+        guard_training(layer)
 
     if own is not None:
         layer._fewbit = _state(layer, original, own, where)

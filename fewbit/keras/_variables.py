@@ -198,6 +198,12 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return list({id(v): v for v in own}.values())
 
 
+def take_path(new: Any, old: Any) -> None:
+    """Let a layer or variable have the path of its twin: Keras gave it one by how it was built."""
+    if old.path is not None:
+        new._path = old.path
+
+
 def direct_sublayers(layer: keras.Layer) -> list[keras.Layer]:
     """The layers that this one tracks itself, in the order in which it got them."""
     return layer._flatten_layers(include_self=False, recursive=False)

@@ -28,8 +28,8 @@ _MSG_HOLDS_PARAMS = (
 )
 
 _MSG_NO_RULES = (
-    "fewbit.plan needs the rules to plan with: fewbit.plan(model, rules, *inputs). Only a quantized "
-    "Keras model is read without any."
+    "fewbit.plan needs the rules to plan with: fewbit.plan(model, rules, *inputs). Only a "
+    "quantized Keras model is read without any."
 )
 
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
