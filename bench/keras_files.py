@@ -84,9 +84,8 @@ def main():
                 quantize(model, rule)
             results[name] = measure(model, pathlib.Path(folder) / name.replace(" ", "_"))
             del model
-    print(
-        f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
-    )
+    columns = f"{'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
+    print(f"{'':10} {'MB':>8} {'of f32':>7} {columns}")
     whole = results["float32"]
     for name, r in results.items():
         print(

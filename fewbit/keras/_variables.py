@@ -57,7 +57,8 @@ class QuantizedCellVariable(QuantizedVariable):
     """
 
     def __jax_array__(self) -> Any:
-        qtype = self._fewbit_stored.qtype
+        stored = self._fewbit_stored
+        qtype = "a quantized value" if stored is None else stored.qtype
         raise NotImplementedError(_MSG_CELL.format(path=self.path, qtype=qtype))
 
 
@@ -132,7 +133,7 @@ def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Varia
 
 
 def _layout(value: jax.Array) -> Any:
-    """Where the value is, under a `keras.distribution`: its rules are for floats of other shapes."""
+    """Where the value is, under a `keras.distribution`: its rules are for other shapes."""
     distribution = keras.distribution.distribution()
     if distribution is None or isinstance(value.sharding, jax.sharding.NamedSharding):
         return None if distribution is None else value.sharding
