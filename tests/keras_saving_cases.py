@@ -203,7 +203,10 @@ def load(folder):
         same = all(np.array_equal(y, saved[f"arr_{i}"]) for i, y in enumerate(outputs))
         classes = json.loads(path.with_suffix(".json").read_text())
         if not same or layer_classes(model) != classes:
-            faults[path.stem] = {"same": same, "classes": layer_classes(model)}
+            pairs = [(y, saved[f"arr_{i}"]) for i, y in enumerate(outputs)]
+            error = max(np.abs(a - b).max() / np.abs(b).max() for a, b in pairs)
+            same_classes = layer_classes(model) == classes
+            faults[path.stem] = {"error": float(error), "same_classes": same_classes}
     return faults
 
 

@@ -27,6 +27,7 @@ import fewbit.keras
 from fewbit.keras import _serial_format
 from fewbit.keras._serial_arrays import from_file, to_file
 from fewbit.keras._variables import set_variable
+from fewbit.kernels._backend import BACKEND_VARIABLE
 from fewbit.numerics import FORMATS
 from fewbit.packing import packed_length
 from fewbit.qarray import quantize
@@ -69,16 +70,16 @@ def folder(tmp_path_factory):
 
 
 def test_every_model_is_the_same_in_a_new_process(folder):
-    """Also on another number of devices, and with kernels that are not the saver's."""
     assert sorted(p.stem for p in folder.glob("*.keras")) == sorted(cases.CASES)
     assert in_a_new_process("load", folder) == {}
 
 
 @pytest.mark.long
 def test_the_files_are_read_where_other_kernels_run(folder):
-    """Files are canonical: what differs without kernels is the order of float sums, not codes."""
-    faults = in_a_new_process("load", folder, FEWBIT_BACKEND="xla")
-    assert not any(fault["classes"] == [] for fault in faults.values())
+    """Without kernels the same codes lie otherwise, and float sums run in another order."""
+    faults = in_a_new_process("load", folder, **{BACKEND_VARIABLE: "xla"})
+    for name, fault in faults.items():
+        assert fault["same_classes"] and fault["error"] < 0.02, (name, fault)
 
 
 def test_decisions_are_those_of_the_layers_whatever_they_are_named(tmp_path):
