@@ -226,7 +226,16 @@ def functional():
     return keras.Model(x, layers.Dense(8)(x) + layers.Dense(8)(x))
 
 
-@pytest.mark.parametrize("make", [two_layers, functional, Subclassed, WithConfig])
+class Unregistered(layers.Dense):
+    pass
+
+
+def own_layers():
+    x = keras.Input((32,))
+    return keras.Model(x, Unregistered(8)(x))
+
+
+@pytest.mark.parametrize("make", [two_layers, functional, own_layers, Subclassed, WithConfig])
 def test_inplace_false_leaves_the_original_untouched(make):
     model = make()
     wanted = np.asarray(model(X))
