@@ -32,6 +32,20 @@ FILES: dict[str, dict[str, str]] = {
         "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
         "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
     },
+    "fashion-mnist": {
+        "t10k-images-idx3-ubyte.gz": (
+            "cc1d090a38ace84dfa1aa66e3ada7c336ef481a96936906477e6dd344da56eaa"
+        ),
+        "t10k-labels-idx1-ubyte.gz": (
+            "8d3605d196f4be44669e46906da9733c8131fef761fdbfec72c424d5222f1a05"
+        ),
+        "train-images-idx3-ubyte.gz": (
+            "b0564c3eedabfbf835052cff8503ea422014ce006caf5b757f851416ee8300c7"
+        ),
+        "train-labels-idx1-ubyte.gz": (
+            "0ae29f65d86684f32d1b9c85147786c547b9c6aebcaf235f0400a0cce308b056"
+        ),
+    },
 }
 
 
@@ -133,7 +147,16 @@ def _fetch_minilm(scratch: pathlib.Path) -> pathlib.Path:
     return weights.parent
 
 
+def _fetch_fashion_mnist(scratch: pathlib.Path) -> pathlib.Path:
+    _run(["apt-get", "download", "--quiet", "dataset-fashion-mnist"], scratch)
+    (package,) = scratch.glob("*.deb")
+    _run(["dpkg", "-x", package.name, "tree"], scratch)
+    (labels,) = (scratch / "tree").rglob("t10k-labels-idx1-ubyte.gz")
+    return labels.parent
+
+
 _FETCHERS: dict[str, Callable[[pathlib.Path], pathlib.Path]] = {
     "stories15m": _fetch_stories15m,
     "minilm": _fetch_minilm,
+    "fashion-mnist": _fetch_fashion_mnist,
 }

@@ -12,6 +12,11 @@ from typing import Any
 import keras
 
 
+def is_attention(layer: keras.Layer) -> bool:
+    """Whether a layer is one of attention, by the names of its classes: KerasHub has many."""
+    return any("Attention" in cls.__name__ for cls in type(layer).__mro__)
+
+
 @contextlib.contextmanager
 def attention_way(layer: keras.Layer, fused: bool | None) -> Iterator[None]:
     """While `layer` is traced: attention fused or not; None leaves it to the layer."""

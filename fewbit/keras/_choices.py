@@ -14,6 +14,7 @@ from typing import Any
 from fewbit._errors import describe
 from fewbit._plan_messages import Complaint, PlanError, complaints
 from fewbit.keras._config_base import JaxBaseConfig
+from fewbit.keras._config_checks import effective_weight_method
 from fewbit.keras._config_leaf import LeafConfig
 from fewbit.keras._filters import (
     Entry,
@@ -109,7 +110,9 @@ def rule_for_config(config: LeafConfig, path: str) -> QuantizationRule:
         act_qtype=config.activation_dtype,
         tile_size=config.group_size,
         act_static_scale=config.static if acts else None,
-        weight_calibration_method=config.weight_calibration_method,
+        weight_calibration_method=effective_weight_method(
+            config.weight_calibration_method, config.weight_dtype, config.emulate
+        ),
         act_calibration_method=config.effective_act_method,
         act_static_reduction=config.act_static_reduction,
         scale_dtype=config.scale_dtype,

@@ -23,7 +23,7 @@ from fewbit._rule_checks import (
     nearest,
 )
 from fewbit.keras._filters import check_entries
-from fewbit.numerics import canonical_qtype, format_of, qtype_name
+from fewbit.numerics import canonical_qtype, format_of, get_symmetric_bound, qtype_name
 
 
 class Follows(enum.Enum):
@@ -193,6 +193,21 @@ def following_granularity(weight: Format, group_size: int | None) -> str:
     """
     grouped = group_size is not None or weight.tile is not None
     return "per_channel" if grouped or weight.bits < 8 else "per_tensor"
+
+
+def effective_weight_method(method: str, weight_dtype: str, emulate: bool) -> str:
+    """The weights' calibration method in force.
+
+    Emulation keeps the numbers of the library it stands in for: the largest weight is its largest
+    code there, 127, and not half a step above it.
+
+    >>> effective_weight_method('absmax', 'int8', True)
+    'absmax,1.0039370078740157'
+    """
+    row = format_of(weight_dtype)
+    if not emulate or method != "absmax" or row.kind != "int" or row.asymmetric is None:
+        return method
+    return f"absmax,{get_symmetric_bound(row) / row.asymmetric[1]!r}"
 
 
 def default_act_method(act_dtype: str | None, emulate: bool) -> str | None:

@@ -12,12 +12,30 @@ import jax
 from fewbit import current
 from fewbit.modes.provider import as_float
 from fewbit.modes.ptq import PtqProvider, activation_hows
+from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
 from fewbit.static_run import quantize_static
 
+# Attention's second product is of the softmax and the values; jnp.einsum swaps its operands.
+PROBABILITIES = "einsum1"
+
+
+def range_of_probabilities(qtype: Any) -> str:
+    """The calibration method for values that are known to lie between 0 and 1.
+
+    >>> range_of_probabilities('int8'), range_of_probabilities('fp8_e4m3')
+    ('fixed,0,1', 'fixed,-1,1')
+    """
+    return "fixed,0,1" if format_of(qtype).asymmetric is not None else "fixed,-1,1"
+
 
 class EmulatingProvider(PtqProvider):
-    """Every product in float, of operands that went through few bits and back."""
+    """Every product in float, of operands that went through few bits and back.
+
+    With `attention` the second einsum has a softmax on its right, whose range is known.
+    """
+
+    attention = False
 
     def dot_general(
         self,
@@ -63,12 +81,15 @@ class EmulatingProvider(PtqProvider):
         return jax.lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
 
     def _rounded(self, op: str, operands: Sequence[Any]) -> list[Any]:
-        rule, _ = self._get_current_rule_and_op_id(op)
+        rule, op_id = self._get_current_rule_and_op_id(op)
 
         def per_tensor(for_lhs: bool, tile_size: Any = None, **fields: Any) -> HowToQuantize:
             return HowToQuantize(**fields)
 
-        hows = activation_hows(rule, operands, per_tensor)
+        hows = list(activation_hows(rule, operands, per_tensor))
+        if self.attention and op_id == PROBABILITIES and hows[1] is not None:
+            method = range_of_probabilities(hows[1].qtype)
+            hows[1] = hows[1].replace(calibration_method=method)
         here = current.current_site()
         static = {} if here is None else dict(here.static)
         if here is not None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import keras
 
-from fewbit._plan import LeafPlan, Plan, stored_bytes
+from fewbit._plan import LeafPlan, Plan, ScalePlan, stored_bytes
 from fewbit._plan_messages import PlanError
 from fewbit.engine import UntraceableModelError
+from fewbit.keras._attention import is_attention
 from fewbit.keras._choices import Choice
+from fewbit.keras._emulation import PROBABILITIES, range_of_probabilities
 from fewbit.keras._examples import Calls, example_calls
 from fewbit.keras._program import INSIDE, LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
@@ -58,8 +60,7 @@ def has_products(layer: keras.Layer, choice: Choice) -> bool:
     asked = choice.emulate
     if choice.config is not None and choice.config.quantize_attention is not None:
         asked = choice.config.quantize_attention
-    names = [cls.__name__ for cls in type(layer).__mro__]
-    return asked and choice.kind != "weight_only" and any("Attention" in name for name in names)
+    return asked and choice.kind != "weight_only" and is_attention(layer)
 
 
 def plan_layers(
@@ -132,6 +133,8 @@ def _planned(
     if not any(site.quantized for site in plan.sites):
         reasons = [f"{site.site.op_id}: {site.reason}" for site in plan.sites]
         return "; ".join(reasons) or "no product or look-up reads its weights"
+    if getattr(program.provider, "attention", False):
+        plan = replace(plan, scales=tuple(map(_with_known_range, plan.scales)))
     return LayerPlan(layer, path, rule, choice, program, plan)
 
 
@@ -141,6 +144,13 @@ def layer_runs(runs: Sequence[tuple[Any, Any]]) -> Plan:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "A rule matches nothing", UserWarning)
         return plan_runs(runs, kind="keras", strict=False)[0]
+
+
+def _with_known_range(scale: ScalePlan) -> ScalePlan:
+    if not scale.name.endswith(f"/{PROBABILITIES}_rhs"):
+        return scale
+    method = range_of_probabilities(scale.how.qtype)
+    return replace(scale, how=scale.how.replace(calibration_method=method))
 
 
 def _shown_rule(each: LayerPlan) -> QuantizationRule:

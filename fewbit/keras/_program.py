@@ -13,7 +13,7 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
-from fewbit.keras._attention import attention_way
+from fewbit.keras._attention import attention_way, is_attention
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
@@ -43,6 +43,8 @@ class LayerProgram:
     ):
         self.layer, self.float_call, self.path, self.fused = layer, float_call, path, fused
         self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
+        if isinstance(self.provider, EmulatingProvider):
+            self.provider.attention = is_attention(layer) and not fused
         self._runners: Cache[Runner] = Cache()
 
     def prepare(

@@ -1,5 +1,6 @@
 """Quantize a Keras model: plan every layer, calibrate, convert the layers one by one."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -179,15 +180,18 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
 def clone(model: keras.Layer) -> keras.Layer:
     """A model of the same configuration, with the same float values under the same paths."""
     try:
-        twin = model.__class__.from_config(model.get_config())
-        if not twin.built and model.built:
-            config = model.get_build_config()
-            if config:
-                twin.build_from_config(config)
+        # A class that Keras would not find by its name is at hand: it need not be registered.
+        classes = {type(each).__name__: type(each) for each in sublayers(model)}
+        with keras.saving.custom_object_scope(classes):
+            twin = model.__class__.from_config(model.get_config())
+            if not twin.built and model.built:
+                config = model.get_build_config()
+                if config:
+                    twin.build_from_config(config)
         pairs = list(zip(twin.variables, model.variables, strict=True))
         layers = list(zip(sublayers(twin), sublayers(model), strict=True))
     except (NotImplementedError, TypeError, ValueError) as error:
-        why = " ".join(str(error).partition("Example:")[0].split())
+        why = " ".join(re.split("Example:|Full object config:", str(error))[0].split())
         name = f"{type(model).__name__} '{model.name}'"
         raise ValueError(_MSG_NO_TWIN.format(model=name, why=why)) from error
     for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled

@@ -133,7 +133,7 @@ def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Varia
 
 
 def _layout(value: jax.Array) -> Any:
-    """Where the value is, under a `keras.distribution`: its rules are for other shapes."""
+    """Where the value is now, under a `keras.distribution`, whose rules are for float kernels."""
     distribution = keras.distribution.distribution()
     if distribution is None or isinstance(value.sharding, jax.sharding.NamedSharding):
         return None if distribution is None else value.sharding
