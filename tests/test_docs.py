@@ -20,9 +20,9 @@ def blocks(page):
     return BLOCK.findall((ROOT / page).read_text())
 
 
-def promotion(code):
+def promotion(text):
     """Keras relies on JAX's ordinary promotion."""
-    return jax.numpy_rank_promotion("allow" if "keras" in code else "raise")
+    return jax.numpy_rank_promotion("allow" if "keras" in text else "raise")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)])
@@ -31,7 +31,7 @@ def test_code_on_the_page_runs_and_prints_what_it_says(page, monkeypatch):
     namespace = {"__name__": "__main__"}
     for code, expected in blocks(page):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), promotion(code):
+        with contextlib.redirect_stdout(printed), promotion(page + code):
             exec(compile(code, page, "exec"), namespace)
         if expected:
             lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]
