@@ -48,6 +48,9 @@ help:  ## list the targets
 demo: .venv  ## a small model, quantized
 	$(BIN)/python demo/digits.py
 
+# Most of the time goes into compiling some ten thousand small programs that run once, so LLVM is told
+# not to optimize them, which halves that. XLA's own passes stay. `make test-all` optimizes fully.
+test: export XLA_FLAGS := --xla_backend_optimization_level=0 $(XLA_FLAGS)
 test: .venv  ## the quick tests and the doctests
 	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long"
 

@@ -53,16 +53,9 @@ def model_of(shape):
 
 
 def quantize(model, rule):
-    import fewbit
-    from fewbit.keras._planning import layers_of
-    from fewbit.keras._quantize import convert, plan_model
-    from fewbit.keras._serial_holders import make_saveable
+    import fewbit.keras
 
-    rule = fewbit.QuantizationRule(**rule)
-    planned, _ = plan_model(model, dict.fromkeys(layers_of(model), rule))
-    for each in planned:
-        convert(each, "dynamic")
-    make_saveable(model)
+    fewbit.keras.quantize_model(model, [fewbit.QuantizationRule(**rule)], progress=False)
 
 
 def size_of(folder):
@@ -91,14 +84,13 @@ def main():
                 quantize(model, rule)
             results[name] = measure(model, pathlib.Path(folder) / name.replace(" ", "_"))
             del model
-    print(
-        f"{'':10} {'MB':>8} {'of f32':>7} {'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
-    )
+    columns = f"{'save s':>7} {'load s':>7} {'resident':>9} {'peak MB':>8}"
+    print(f"{'':10} {'MB':>8} {'of f32':>7} {columns}")
     whole = results["float32"]
     for name, r in results.items():
         print(
             f"{name:10} {r['size'] / 1e6:8.1f} {r['size'] / whole['size']:7.3f} {r['save']:7.2f} "
-            f"{r['seconds']:7.2f} {r['resident'] / whole['resident']:9.3f} {r['peak'] / 1e6:8.0f}"
+            f"{r['seconds']:7.2f} {r['resident'] / whole['resident']:7.3f} {r['peak'] / 1e6:8.0f}"
         )
 
 

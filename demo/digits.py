@@ -124,18 +124,21 @@ def write_page(model: nnx.Module, static: nnx.Module, stats, data: Digits, rows)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="train less, no page")
+    parser.add_argument("--only", choices=[m.__name__ for m in STEPS], help="one of the models")
     args = parser.parse_args()
 
     data = digits()
     rows = [["model", "format", "bytes", "bits/weight", "accuracy", "agreement"]]
     for make, steps in (QUICK_STEPS if args.quick else STEPS).items():
+        if args.only not in (None, make.__name__):
+            continue
         started = time.perf_counter()
         model = make(nnx.Rngs(0))
         train(model, data, steps=steps, rate=3e-3)
         print(f"trained {make.__name__} in {time.perf_counter() - started:.0f} s")
         rows += measure(model, data, page=make is Transformer and not args.quick)
     print(f"\n{table(rows)}")
-    if not args.quick:
+    if not args.quick and args.only != ConvNet.__name__:
         print("\nwrote demo/report.html")
 
 

@@ -15,7 +15,7 @@ from fewbit.ops.argmax import LONG, _two_levels, argmax, row_length
 @given(
     rows=st.integers(1, 3),
     seed=st.integers(0, 999),
-    kind=st.sampled_from(["normal", "ties", "nan", "-inf", "all nan"]),
+    kind=st.sampled_from(["normal", "ties", "nan", "-inf", "both inf", "all nan"]),
 )
 def test_it_is_the_first_maximum_or_the_first_nan(rows, seed, kind):
     rng = np.random.default_rng(seed)
@@ -26,6 +26,9 @@ def test_it_is_the_first_maximum_or_the_first_nan(rows, seed, kind):
         x[:, rng.integers(0, x.shape[1], 5)] = np.nan
     elif kind == "-inf":
         x[:] = -np.inf
+    elif kind == "both inf":
+        x[:, rng.integers(0, x.shape[1], 4)] = np.inf
+        x[:, rng.integers(0, x.shape[1], 400)] = -np.inf
     elif kind == "all nan":
         x[:] = np.nan
     np.testing.assert_array_equal(_two_levels(jnp.asarray(x), 1, jnp.int32), np.argmax(x, 1))

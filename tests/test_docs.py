@@ -4,6 +4,7 @@ import contextlib
 import io
 import pathlib
 import re
+import sys
 
 import jax
 import pytest
@@ -20,18 +21,20 @@ def blocks(page):
     return BLOCK.findall((ROOT / page).read_text())
 
 
-def promotion(text):
+def promotion(page, code):
     """Keras relies on JAX's ordinary promotion."""
-    return jax.numpy_rank_promotion("allow" if "keras" in text else "raise")
+    return jax.numpy_rank_promotion("allow" if "keras" in page + code else "raise")
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)])
 def test_code_on_the_page_runs_and_prints_what_it_says(page, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
+    if "keras" in sys.modules:
+        sys.modules["keras"].utils.clear_session()  # a reader's names start at 'dense'
     namespace = {"__name__": "__main__"}
     for code, expected in blocks(page):
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), promotion(page + code):
+        with contextlib.redirect_stdout(printed), promotion(page, code):
             exec(compile(code, page, "exec"), namespace)
         if expected:
             lines = [line.rstrip() for line in printed.getvalue().rstrip().splitlines()]

@@ -260,7 +260,7 @@ SAMPLES = [
     (layer_faults, "ops/dot.py", "from fewbit.qarray import QArray\nfrom . import scaling", None),
     (layer_faults, "qarray.py", "if TYPE_CHECKING:\n    from fewbit import modes", None),
     (framework_faults, "ops/dot.py", "def f():\n    from flax import linen", "flax"),
-    (framework_faults, "models/linen.py", "import keras", "keras/"),
+    (framework_faults, "models/linen.py", "import keras", "keras/*"),
     (framework_faults, "models/linen.py", "from flax import linen as nn", None),
     (patch_faults, "ops/dot.py", "import jax\njax.lax.dot_general = None", "writes to"),
     (patch_faults, "ops/dot.py", "from jax import lax\nsetattr(lax, 'dot', None)", "setattr"),

@@ -5,11 +5,8 @@ import hashlib
 import json
 import os
 import pathlib
-import random
-import signal
 import subprocess
 import sys
-import time
 from typing import Any, NamedTuple
 
 import jax
@@ -616,45 +613,6 @@ def start(tmp_path, *more):
         text=True,
         cwd=root,
     )
-
-
-def kill_and_resume(tmp_path, kills, seed):
-    """Kills runs at random moments; each next one goes on. Compares with a run in peace."""
-    tensors = as_torch(float_params(wide=WIDE))
-    write_file(tmp_path / "a.safetensors", tensors)
-    started = time.monotonic()
-    fewbit.quantize_checkpoint(
-        tmp_path / "a.safetensors", tmp_path / "whole", plan_of(wide=WIDE), NAMES
-    )
-    usual = time.monotonic() - started
-    wanted, dice, survived = contents(tmp_path / "whole"), random.Random(seed), 0
-    for _ in range(kills):
-        run = start(tmp_path)
-        assert run.stdout.readline() == "ready\n", run.stderr.read()
-        try:
-            run.wait(dice.uniform(0, 2 * usual + 0.5))
-            survived += 1
-        except subprocess.TimeoutExpired:
-            run.send_signal(signal.SIGKILL)
-        run.communicate()
-        if (tmp_path / "out" / "fewbit.json").exists():  # then it is whole, killed or not
-            fewbit.verify(tmp_path / "out")
-            assert contents(tmp_path / "out") == wanted
-    fewbit.quantize_checkpoint(
-        tmp_path / "a.safetensors", tmp_path / "out", plan_of(wide=WIDE), NAMES
-    )
-    assert contents(tmp_path / "out") == wanted
-    return survived
-
-
-def test_kills_at_random_moments(tmp_path):
-    kill_and_resume(tmp_path, 6, seed=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(7))
-def test_many_kills_at_random_moments(tmp_path, seed):
-    kill_and_resume(tmp_path, 10, seed)
 
 
 @pytest.mark.long

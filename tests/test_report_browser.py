@@ -14,7 +14,10 @@ from fewbit.debug import compare, html_report
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(find_browser() is None, reason="no chromium on PATH"),
+    pytest.mark.skipif(
+        find_browser() is None,
+        reason="no chromium on PATH: install one (Debian: apt-get install chromium)",
+    ),
 ]
 
 

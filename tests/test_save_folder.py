@@ -1,21 +1,18 @@
-"""Saving is all or nothing: kills, full disks, other writers, folders that hold something else."""
+"""Saving is all or nothing: full disks, other writers, folders that hold something else."""
 
 import fcntl
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import assert_same, quantized_mlp
-from saver import content_matches, tree
 
 import fewbit
 from fewbit import CheckpointError
@@ -38,63 +35,6 @@ def is_old(folder):
     found = fewbit.load(folder).params
     assert_same(found, OLD)
     return fewbit.verify(folder).ok and not leftovers(folder)
-
-
-# --- kills ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saver():
-    """A process that starts others, which save again and again."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    process = subprocess.Popen(
-        [sys.executable, os.path.join(here, "saver.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # JAX warns of the fork
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(here)},
-    )
-    with process:
-        yield process
-        process.stdin.close()
-
-
-def kill_while_saving(saver, folder, first, moment):
-    """A process that saves, killed after so many seconds of it."""
-    saver.stdin.write(f"{folder} {first}\n")
-    saver.stdin.flush()
-    lines = {saver.stdout.readline().strip(), saver.stdout.readline().strip()}
-    (child,) = lines - {"ready"}
-    time.sleep(moment)
-    os.kill(int(child), signal.SIGKILL)
-    assert saver.stdout.readline().strip() == str(-signal.SIGKILL)
-
-
-def survive_kills(saver, folder, count, seed):
-    moments = random.Random(seed)
-    fewbit.save(folder, tree(0))
-    dirty = 0
-    for kill in range(count):
-        kill_while_saving(saver, folder, 2 * kill, moments.uniform(0.0, 0.12))
-        found = fewbit.load(folder)
-        assert content_matches(found.params), kill
-        assert fewbit.verify(folder).ok
-        dirty += bool(leftovers(folder))
-        if kill % 3 == 0:
-            fewbit.save(folder, tree(2 * kill + 2))
-            assert not leftovers(folder)
-            assert fewbit.load(folder).params["number"] == 2 * kill + 2
-    return dirty
-
-
-def test_killed_saves_leave_the_old_or_the_new_checkpoint_whole(saver, tmp_path):
-    survive_kills(saver, tmp_path / "m", 15, seed=1)
-
-
-@pytest.mark.long
-def test_seventy_kills(saver, tmp_path):
-    assert survive_kills(saver, tmp_path / "m", 70, seed=2) > 5  # some did hit a save half way
 
 
 def test_a_killed_first_save_leaves_no_checkpoint(tmp_path):

@@ -51,9 +51,13 @@ class QuantizedLayer(Saveable):
         raise ValueError(_MSG_KERAS_QUANTIZE.format(path=state.path, rule=state.rule, mode=mode))
 
 
-@functools.cache
-def quantized_class(original: type[keras.Layer], kind: str) -> type[keras.Layer]:
+def quantized_class(original: Any, kind: str) -> type[keras.Layer]:
     """The class of a quantized `original`; one per class and kind."""
+    return _quantized_class(original, kind)
+
+
+@functools.cache
+def _quantized_class(original: Any, kind: str) -> type[keras.Layer]:
 
     @functools.wraps(original.call)
     def call(self, *args, **kwargs):
@@ -77,9 +81,13 @@ class QuantizedHolder(Saveable):
     """A layer or model that holds quantized ones which its own config does not tell of."""
 
 
-@functools.cache
-def holder_class(original: type[keras.Layer]) -> type[keras.Layer]:
+def holder_class(original: Any) -> type[keras.Layer]:
     """The class of an `original` that holds quantized layers: the same but for what it saves."""
+    return _holder_class(original)
+
+
+@functools.cache
+def _holder_class(original: Any) -> type[keras.Layer]:
     namespace = {
         "_fewbit_original": original,
         "__module__": __name__,

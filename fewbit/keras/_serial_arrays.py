@@ -16,8 +16,10 @@ from fewbit.numerics import format_of
 from fewbit.packing import packed_length
 from fewbit.packing_numpy import pack_pieces, unpack
 
-_PLAIN = ("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64")
-_PLAIN += ("uint8", "uint16", "uint32", "uint64")
+_PLAIN = (
+    *("bool", "float16", "float32", "float64", "int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
 _EXTENSIONS = (
     *("bfloat16", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn"),
     *("float6_e3m2fn", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fn"),

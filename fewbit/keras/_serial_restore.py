@@ -35,7 +35,7 @@ _MSG_RESHAPED = (
 class _Waiting:
     """What is still to be done to a layer once it is built."""
 
-    def __init__(self, do: Callable[[Any], None], ready: bool = False):
+    def __init__(self, do: Callable[[Any], None]):
         self._do, self._done = do, False
 
     def __call__(self, layer: Any, built: bool = False) -> None:
@@ -51,14 +51,16 @@ def restored(config: Mapping[str, Any]) -> Any:
     plain = {key: value for key, value in config.items() if key not in (KEY, f"{KEY}_dtype")}
     if f"{KEY}_dtype" in config:
         plain["dtype"] = saved_dtype(config)
-    original = resolve(record["class"], where)
-    own, below = record["own"], record["below"]
+    original = resolve(record.get("class"), where)
+    own, below = record.get("own"), record.get("below")
+    if not (own is None or isinstance(own, Mapping)) or not isinstance(below, Mapping):
+        raise damaged(where, "its fewbit record", "it lacks its decisions")
     if own is None:
         layer = _without_values(original, plain)
         layer.__class__ = holder_class(original)
     else:
         cls = quantized_class(original, _kind(own, where))
-        layer = super(Saveable, cls).from_config(plain)  # type: ignore[misc]
+        layer = super(Saveable, cls).from_config(plain)
         layer.__class__ = cls  # where the class's own from_config names another
 
     def finish(layer: Any) -> None:
@@ -106,18 +108,15 @@ def _adopt(child: Any, own: Mapping[str, Any], where: str, place: str) -> None:
     for name, about in own["stored"].items():
         found = variables[name].shape if name in variables else None
         if child.built and found != tuple(about["shape"]):
+            saved, qtype = tuple(about["shape"]), about["qtype"]
             text = _MSG_RESHAPED.format(
-                where=where, place=place, saved=tuple(about["shape"]), found=found, **_type(about)
+                where=where, place=place, saved=saved, found=found, qtype=qtype
             )
             warnings.warn(text, stacklevel=2)
             return
     become(child, _state(child, type(child), own, f"{where}/{place}"))
     child._fewbit_waiting = _Waiting(empty)
     child._fewbit_waiting(child)
-
-
-def _type(about: Mapping[str, Any]) -> dict[str, Any]:
-    return {"qtype": about["qtype"]}
 
 
 def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> LayerState:

@@ -127,7 +127,7 @@ def _record(store: Any, where: str, state: LayerState) -> dict[str, Any]:
 def _load_stored(store: Any, name: str, about: Any, where: str, state: LayerState) -> WithAux:
     """One quantized variable, in the layout that this machine's kernels read."""
     whole = f"{where}/{name}"
-    parts = {
+    parts: dict[str, Any] = {
         part: jnp.asarray(
             from_file(
                 _get(store, f"{name}.{part}", where),

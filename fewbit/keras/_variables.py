@@ -57,7 +57,8 @@ class QuantizedCellVariable(QuantizedVariable):
     """
 
     def __jax_array__(self) -> Any:
-        qtype = self._fewbit_stored.qtype
+        stored = self._fewbit_stored
+        qtype = "a quantized value" if stored is None else stored.qtype
         raise NotImplementedError(_MSG_CELL.format(path=self.path, qtype=qtype))
 
 
@@ -117,14 +118,26 @@ def add_parts(
 def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Variable:
     """A non-trainable variable that holds `value`, the layer being unlocked."""
     held = _held(value)
-    return layer.add_weight(
-        name=name,
-        shape=held.shape,
-        dtype=str(held.dtype),
-        initializer=lambda shape, dtype=None: held,
-        trainable=False,
-        autocast=False,
-    )
+    with keras.name_scope(layer.name, caller=layer):
+        variable = keras.Variable(
+            lambda shape, dtype=None: held,
+            shape=held.shape,
+            dtype=str(held.dtype),
+            trainable=False,
+            autocast=False,
+            name=name,
+            layout=_layout(held),
+        )
+    layer._track_variable(variable)
+    return variable
+
+
+def _layout(value: jax.Array) -> Any:
+    """Where the value is, under a `keras.distribution`: its rules are for other shapes."""
+    distribution = keras.distribution.distribution()
+    if distribution is None or isinstance(value.sharding, jax.sharding.NamedSharding):
+        return None if distribution is None else value.sharding
+    return keras.distribution.TensorLayout([None] * value.ndim, distribution.device_mesh)
 
 
 def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored | None) -> None:

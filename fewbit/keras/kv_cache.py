@@ -50,10 +50,11 @@ def quantize_kv_cache(model: keras.Model, dtype: str | None = "int8") -> keras.M
         raise ValueError(_MSG_NO_CACHE.format(model=model.name, cls=type(model).__name__))
     for layer in layers:
         kept = isinstance(layer, Int8CacheAttention)
+        original: Any = type(layer)
         if dtype is None and kept:
             layer.__class__ = layer._fewbit_float_cache
         elif dtype is not None and not kept:
-            layer.__class__ = with_int8_cache(type(layer))
+            layer.__class__ = with_int8_cache(original)
     forget_compiled(model)
     return model
 
@@ -65,7 +66,7 @@ def cached_layers(model: keras.Model) -> list[Any]:
 
 
 @functools.cache
-def with_int8_cache(original: type) -> type:
+def with_int8_cache(original: Any) -> Any:
     """The class of such a layer: one per class of attention."""
     namespace = {
         "_fewbit_float_cache": original,

@@ -37,13 +37,23 @@ def _two_levels(x: jax.Array, axis: int, index_dtype: Any) -> jax.Array:
     width = row_length(x.shape[-1])
     assert width is not None
     rows = x.reshape(*x.shape[:-1], -1, width)
-    # XLA's vectorised maximum may lose a NaN, so rows that hold one are marked.
-    spoilt = jnp.any(jnp.isnan(rows), axis=-1)
-    best = jnp.where(spoilt, jnp.array(jnp.nan, x.dtype), jnp.max(rows, axis=-1))
-    row = lax.argmax(best, x.ndim - 1, jnp.int32)
-    picked = jnp.take_along_axis(rows, row[..., None, None], axis=-2, mode="promise_in_bounds")
-    column = lax.argmax(picked[..., 0, :], x.ndim - 1, jnp.int32)
-    return (row * width + column).astype(index_dtype)
+
+    def by_rows() -> jax.Array:
+        row = lax.argmax(jnp.max(rows, axis=-1), x.ndim - 1, jnp.int32)
+        picked = jnp.take_along_axis(rows, row[..., None, None], axis=-2, mode="promise_in_bounds")
+        column = lax.argmax(picked[..., 0, :], x.ndim - 1, jnp.int32)
+        return (row * width + column).astype(index_dtype)
+
+    return lax.cond(may_hold_nan(rows), lambda: lax.argmax(x, x.ndim - 1, index_dtype), by_rows)
+
+
+def may_hold_nan(rows: jax.Array) -> jax.Array:
+    """True if there is a NaN, and hardly ever else: infinities of both signs sum up to one too.
+
+    XLA's vectorised maximum may lose a NaN, a sum never does. Asking `isnan` of every element
+    would write them all.
+    """
+    return jnp.any(jnp.isnan(jnp.sum(rows, axis=-1)))
 
 
 def row_length(length: Any) -> int | None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fewbit.ops.argmax import row_length
+from fewbit.ops.argmax import may_hold_nan, row_length
 
 
 def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -35,13 +35,14 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
 
 def _two_levels(x: jax.Array, k: int, width: int) -> tuple[jax.Array, jax.Array]:
     rows = x.reshape(*x.shape[:-1], -1, width)
-    # XLA's vectorised maximum may lose a NaN, so rows that hold one are marked.
-    spoilt = jnp.any(jnp.isnan(rows), axis=-1)
-    best = jnp.where(spoilt, jnp.array(jnp.nan, x.dtype), jnp.max(rows, axis=-1))
-    # An element of another row has k rows before it, each with an element that comes before it.
-    _, chosen = lax.top_k(best, k)
-    chosen = jnp.sort(chosen, axis=-1)  # so that equal values stay in the order of their places
-    near = jnp.take_along_axis(rows, chosen[..., None], axis=-2, mode="promise_in_bounds")
-    values, at = lax.top_k(near.reshape(*x.shape[:-1], k * width), k)
-    row = jnp.take_along_axis(chosen, at // width, axis=-1, mode="promise_in_bounds")
-    return values, row * width + at % width
+
+    def by_rows() -> tuple[jax.Array, jax.Array]:
+        # An element of another row has k rows before it, each with an element that comes before it.
+        _, chosen = lax.top_k(jnp.max(rows, axis=-1), k)
+        chosen = jnp.sort(chosen, axis=-1)  # so that equal values stay in the order of their places
+        near = jnp.take_along_axis(rows, chosen[..., None], axis=-2, mode="promise_in_bounds")
+        values, at = lax.top_k(near.reshape(*x.shape[:-1], k * width), k)
+        row = jnp.take_along_axis(chosen, at // width, axis=-1, mode="promise_in_bounds")
+        return values, row * width + at % width
+
+    return lax.cond(may_hold_nan(rows), lambda: tuple(lax.top_k(x, k)), by_rows)

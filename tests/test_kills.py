@@ -1,0 +1,161 @@
+"""Killed (SIGKILL) at random moments: old or new, whole; a run that goes on ends byte-identical."""
+
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from killed import LAYERS, calibrate, content_matches, stream, tree
+
+import fewbit
+from fewbit.io.safetensors_file import SafetensorsWriter
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+class Victims:
+    """Children of one process, each killed after so many seconds of its work."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def kill(self, job, place, number, moment):
+        self.process.stdin.write(json.dumps([job, str(place), number]) + "\n")
+        self.process.stdin.flush()
+        lines = {self.process.stdout.readline().strip(), self.process.stdout.readline().strip()}
+        assert "ready" in lines, lines
+        (child,) = lines - {"ready"}
+        time.sleep(moment)
+        os.kill(int(child), signal.SIGKILL)
+        assert self.process.stdout.readline().strip() == str(-signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def victims():
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "killed.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # JAX warns of the fork
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+        start_new_session=True,
+    )
+    with process:
+        yield Victims(process)
+        os.killpg(process.pid, signal.SIGKILL)  # a child too, where a test failed before its kill
+
+
+def leftovers(folder):
+    """Files of ours that the manifest does not name."""
+    named = {name for name, _ in fewbit.inspect(folder).shards} | {"fewbit.json"}
+    return set(os.listdir(folder)) - named
+
+
+def contents(folder):
+    files = sorted(pathlib.Path(folder).rglob("*"))
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()}
+
+
+def killed_saves(victims, folder, kills, seed):
+    """Old or new, whole; the next save leaves nothing behind."""
+    dice, seen = random.Random(seed), collections.Counter()
+    fewbit.save(folder, tree(0))
+    for kill in range(kills):
+        victims.kill("save", folder, 2 * kill, dice.uniform(0.0, 0.12))
+        found = fewbit.load(folder)
+        assert content_matches(found.params), kill
+        assert fewbit.verify(folder).ok
+        seen["killed"] += 1
+        seen["half way"] += bool(leftovers(folder))
+        if kill % 3 == 0:
+            fewbit.save(folder, tree(2 * kill + 2))
+            assert not leftovers(folder)
+            assert fewbit.load(folder).params["number"] == 2 * kill + 2
+            seen["saved again"] += 1
+    return seen
+
+
+def killed_streams(victims, folder, kills, seed):
+    """What is there is whole; what goes on, in the next child or here, ends byte-identical."""
+    rng, entries = np.random.default_rng(0), [(n, "F32", s.shape) for n, s in LAYERS.items()]
+    with SafetensorsWriter(folder / "a.safetensors", entries) as writer:
+        for name, _, shape in entries:
+            writer.write(name, rng.normal(size=shape).astype(np.float32))
+    stream(folder, "peace")
+    out, partial, wanted = folder / "out", folder / "out.partial", contents(folder / "peace")
+    dice, seen = random.Random(seed), collections.Counter()
+    for kill in range(kills):
+        victims.kill("stream", folder, kill, dice.uniform(0.0, 0.3))
+        seen["killed"] += 1
+        seen["half way"] += partial.exists()
+        if (out / "fewbit.json").exists():
+            assert fewbit.verify(out).ok
+            named = {name for name, _ in fewbit.inspect(out).shards} | {"fewbit.json"}
+            assert {k: v for k, v in contents(out).items() if k in named} == wanted
+            seen["whole"] += 1
+        if kill % 3 != 1:  # else the next child goes on
+            stream(folder, "out")
+            assert contents(out) == wanted and not partial.exists(), kill
+            seen["went on"] += 1
+            shutil.rmtree(out)
+    return seen
+
+
+def killed_calibrations(victims, path, kills, seed):
+    """No file, the old or the new one, never a part; a restart gives the same bytes."""
+    peace = {}
+    for batches in (3, 4):
+        calibrate(f"{path}.peace", batches)
+        peace[pathlib.Path(f"{path}.peace").read_bytes()] = batches
+    dice, seen = random.Random(seed), collections.Counter()
+    for kill in range(kills):
+        victims.kill("calibrate", path, kill, dice.uniform(0.0, 0.5))
+        seen["killed"] += 1
+        if path.exists():
+            assert peace[path.read_bytes()] == fewbit.Statistics.load(path).batches
+            seen["whole"] += 1
+        seen["half way"] += any(".tmp" in name for name in os.listdir(path.parent))
+        if kill % 3 == 0:
+            calibrate(path, 3)
+            assert peace[path.read_bytes()] == 3
+            seen["restarted"] += 1
+            path.unlink()
+    return seen
+
+
+JOBS = {
+    "save": killed_saves,
+    "quantize_checkpoint": killed_streams,
+    "calibrate": killed_calibrations,
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_kills_at_random_moments(victims, tmp_path, job):
+    place = tmp_path if job == "quantize_checkpoint" else tmp_path / "it"
+    assert JOBS[job](victims, place, 6, seed=1)["killed"] == 6
+
+
+@pytest.mark.long
+def test_two_hundred_kills(victims, tmp_path):
+    """The bar: 200 resumes byte-identical or clean restarts, none corrupt."""
+    total = collections.Counter()
+    for job, kills in (("save", 70), ("quantize_checkpoint", 70), ("calibrate", 60)):
+        place = tmp_path / job
+        place.mkdir()
+        place = place if job == "quantize_checkpoint" else place / "it"
+        seen = JOBS[job](victims, place, kills, seed=2)
+        print(f"{job}: " + ", ".join(f"{n} {what}" for what, n in seen.items()))
+        total += seen
+    assert total["killed"] == 200
+    assert total["half way"] > 10  # some did hit a file half written
