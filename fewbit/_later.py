@@ -111,6 +111,7 @@ MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hi
 LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
     "debug": ("fewbit.debug", None),
+    "keras": ("fewbit.keras", None),
     "observers": ("fewbit.observers", None),
     "Batch": ("fewbit.calibrating", "Batch"),
     "calibrate": ("fewbit.calibrating", "calibrate"),

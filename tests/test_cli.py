@@ -33,3 +33,9 @@ def test_doctor_says_what_is_there_and_why_not(environment, code, said):
 def test_misuse_has_its_own_exit_code():
     done = run("doktor")
     assert done.returncode == 2 and "doctor" in done.stderr
+
+
+def test_doctor_tells_of_fp8_and_of_keras():
+    done = run("doctor", KERAS_BACKEND="torch")
+    assert "fp8:" in done.stdout
+    assert "torch; fewbit.keras needs jax: set KERAS_BACKEND=jax" in done.stdout

@@ -57,6 +57,13 @@ def raises_for(read):
     return True
 
 
+# keras.md 1.1: what users of Neural Compressor's JAX backend import, and what is beside it here.
+KERAS = """
+quantize_model StaticQuantConfig DynamicQuantConfig JaxComposableConfig JaxBaseConfig print_model
+get_default_static_config get_default_dynamic_config
+plan register_calls CalibrationError GreedySampler TopKSampler quantize_kv_cache
+""".split()
+
 # A tiny check for each name that works.
 WORKS = {
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),
@@ -104,6 +111,7 @@ WORKS = {
         fewbit.restore_quantization_rules({"w": q()}, fewbit.QuantizationRule)[0].weight_qtype
         == jnp.int8
     ),
+    "keras": lambda: all(callable(getattr(fewbit.keras, name)) for name in KERAS),
     # fewbit's own
     "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),
     "read_checkpoint": lambda: fewbit.read_checkpoint({"w": W})["w"].shape == W.shape,

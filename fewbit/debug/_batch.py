@@ -44,10 +44,15 @@ def telling_about(batch: Any) -> Iterator[None]:
     except UntraceableModelError:
         raise
     except Exception as error:
-        first = str(error).strip().split("\n")[0]
+        first = next(filter(_tells, str(error).strip().split("\n")), "")
         first += "" if first.endswith(".") else "."
         text = f"{type(error).__name__}: {first}"
         raise ValueError(_MSG_SHAPE.format(batch=_shapes(batch), error=text)) from error
+
+
+def _tells(line: str) -> bool:
+    """Whether a line of an error says something: Keras first says where it was raised."""
+    return bool(line.strip()) and not line.startswith("Exception encountered when calling")
 
 
 def _shapes(batch: Any) -> str:

@@ -140,4 +140,4 @@ def _scoped_class(original: type[keras.Layer]) -> type[keras.Layer]:
         with jax.named_scope(self._fewbit_scope):
             return original.call(self, *args, **kwargs)
 
-    return type(f"Scoped{original.__name__}", (original,), {"call": call})
+    return type(original.__name__, (original,), {"call": call})

@@ -27,11 +27,6 @@ _MSG_HOLDS_PARAMS = (
     "fewbit.plan(f, rules, model, x) and fewbit.quantize_params(model, plan)."
 )
 
-_MSG_NO_RULES = (
-    "fewbit.plan needs the rules to plan with: fewbit.plan(model, rules, *inputs). Only a "
-    "quantized Keras model is read without any."
-)
-
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 
@@ -131,10 +126,9 @@ def plan(
     """
     if is_keras(model):
         return front_end(model).plan(model, rules)
-    if rules is None:
-        raise TypeError(_MSG_NO_RULES)
     check_rules(model, rules, inputs)
-    provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(rules)
+    given: Any = rules  # PtqProvider itself says what is wrong with None
+    provider = rules if isinstance(rules, QuantizationProvider) else PtqProvider(given)
     kind = front_end(model)
     with suspect_order("plan", model, inputs):
         return kind.plan(model, provider, *inputs, methods=tuple(methods), strict=strict, **kwargs)
