@@ -2,6 +2,7 @@
 
 import atexit
 import fnmatch
+import gc
 import os
 import pathlib
 import re
@@ -36,6 +37,15 @@ RARE_FORMATS = {
 }
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs(request):
+    """JAX keeps all it compiled: gigabytes over a run. Doctests are many and small."""
+    yield
+    if request.path.name.startswith("test_"):
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_addoption(parser):
