@@ -560,15 +560,15 @@ def test_data_parallel(eight_devices):
 
 
 @pytest.mark.parametrize(
-    "config, entries, spec",
+    "config, entries, columns",
     [
-        (INT8, {".*kernel": (None, "model"), ".*bias": ("model",)}, ("model",)),
-        (STATIC, {".*kernel.*": (None, "model")}, ("model",)),  # also says it of our parts
-        (DynamicQuantConfig("int4", group_size=32), {".*kernel": ("model", None)}, None),
+        (INT8, {".*kernel": (None, "model"), ".*bias": ("model",)}, True),
+        (STATIC, {".*kernel.*": (None, "model")}, True),  # also says it of our parts
+        (DynamicQuantConfig("int4", group_size=32), {".*kernel": ("model", None)}, False),
     ],
     ids=["columns", "greedy pattern", "rows"],
 )
-def test_model_parallel(eight_devices, config, entries, spec):
+def test_model_parallel(eight_devices, config, entries, columns):
     mesh = keras.distribution.DeviceMesh((2, 4), ["batch", "model"], eight_devices)
     layout = keras.distribution.LayoutMap(mesh)
     for pattern, axes in entries.items():
@@ -581,8 +581,7 @@ def test_model_parallel(eight_devices, config, entries, spec):
     wanted = model.predict(x, verbose=0)
     quantized(model, config, x)
     codes = next(v for v in model.layers[0].variables if v.name == "kernel_qvalue")
-    if spec is not None:  # columns stay where they were
-        assert tuple(codes.value.sharding.spec) == spec
+    assert ("model" in codes.value.sharding.spec) or not columns  # they stay where they were
     bar = 0.03 if config.weight_dtype == "int8" else 0.25
     assert error_of(model.predict(x, verbose=0), wanted) < bar
     assert error_of(model(x), wanted) < bar

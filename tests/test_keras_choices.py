@@ -65,11 +65,13 @@ def test_emulation_has_a_zero_point_for_integer_activations_alone():
         return choice.rule.act_calibration_method, choice.rule.weight_calibration_method
 
     # The largest weight is the code 127, as in the reference: absmax * (127.5 / 127) / 127.5.
-    assert method("int8", emulate=True) == ("minmax", f"absmax,{127.5 / 127!r}")
+    reference = f"absmax,{127.5 / 127!r}"
+    assert method("int8", emulate=True) == ("minmax", reference)
     assert method("int8") == (None, "absmax")
     assert method("fp8", emulate=True) == (None, "absmax")
-    assert method("int8", emulate=True, act_calibration_method="absmax") == ("absmax", "absmax")
-    assert method("int8", None, emulate=True) == (None, "absmax")
+    assert method("int8", emulate=True, act_calibration_method="absmax") == ("absmax", reference)
+    assert method("int8", None, emulate=True) == (None, reference)
+    assert method("int8", emulate=True, weight_calibration_method="mse") == ("minmax", "mse")
     assert choose(StaticQuantConfig(emulate=True), LAYERS[2:3])["net/dense"].emulate
 
 
