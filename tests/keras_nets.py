@@ -20,6 +20,8 @@ KINDS = {
     "emulated static fp8": StaticQuantConfig(emulate=True),
     "weight-only int4": DynamicQuantConfig("int4", group_size=32, **WEIGHT_ONLY),
 }
+# The quick tests run these; the others are of the same code.
+QUICK_KINDS = ("dynamic int8", "static fp8", "emulated static int8", "weight-only int4")
 # Largest error as a fraction of the largest output, of a net of two layers.
 TOLERANCE = {"int8": 0.03, "fp8": 0.12, "int4": 0.25}
 

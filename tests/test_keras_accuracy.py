@@ -10,7 +10,7 @@ from fewbit.keras import StaticQuantConfig
 MODELS = pytest.mark.parametrize("make", [nets.cnn, nets.transformer])
 
 
-@MODELS
+@pytest.mark.parametrize("make", [nets.cnn, pytest.param(nets.transformer, marks=pytest.mark.long)])
 def test_digits(make):
     train, test = nets.digits()
     model = nets.trained(make, train, epochs=20 if make is nets.cnn else 30)
@@ -53,7 +53,7 @@ def tiny_gemma3():
     return keras_hub.models.Gemma3CausalLM(backbone=backbone, preprocessor=None)
 
 
-@pytest.mark.parametrize("attention", [False, True])
+@pytest.mark.parametrize("attention", [pytest.param(False, marks=pytest.mark.long), True])
 def test_calibration_by_generate(attention):
     import keras_hub
 

@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 from keras_nets import class_names, error_of, quantized, sample
 
+import fewbit
 from fewbit.keras import DynamicQuantConfig, StaticQuantConfig
 
 INT8 = DynamicQuantConfig("int8")
@@ -103,3 +104,46 @@ def test_projections_alone_by_default():
     model = keras.Model(x, layers.MultiHeadAttention(2, 16)(x, x))
     assert set(class_names(quantized(model, INT8))) == {"QDynamicEinsumDense"}
     assert "MultiHeadAttention" in [type(layer).__name__ for layer in model.layers]
+
+
+class Rotated(layers.Layer):
+    """Attention of its own, with angles from a layer inside: products of positions stay float."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.angles = Angles()
+
+    def build(self, input_shape):
+        self.kernel = self.add_weight(shape=(32, 32), name="kernel")
+
+    def call(self, x):
+        turned = keras.ops.cos(self.angles(x)) * keras.ops.matmul(x, self.kernel)
+        return keras.ops.einsum("btd,bsd->bts", turned, x)
+
+
+class Angles(layers.Layer):
+    def call(self, x):
+        positions = keras.ops.arange(x.shape[1], dtype="float32") * 1000.0
+        return keras.ops.einsum("t,d->td", positions, keras.ops.ones(32))
+
+
+def test_products_inside_a_sublayer_are_not_the_layers_own():
+    x = sample(2, 5, 32)
+    layer = Rotated(name="rotated")
+    wanted = np.asarray(layer(x))
+    sites = [row.site for row in fewbit.plan(layer, INT8).sites]
+    assert [site.path for site in sites] == ["rotated"] * len(sites)
+    quantized(layer, INT8)
+    assert error_of(layer(x), wanted) < 0.05  # a rounded angle of thousands would be any angle
+    assert "call" not in vars(layer.angles)
+
+
+def test_a_table_that_is_only_looked_up():
+    ids = keras.Input((4,), dtype="int32")
+    table = layers.ReversibleEmbedding(64, 32)
+    model = keras.Model(ids, layers.Dense(32)(table(ids)))
+    quantized(model, StaticQuantConfig("int8"), IDS)
+    assert class_names(model) == ["QStaticReversibleEmbedding", "QStaticDense"]
+    assert table.a_scale is None
+    with pytest.raises(ValueError, match="has act_static_scale=True, but there is no"):
+        table(sample(1, 4, 32), reverse=True)

@@ -12,6 +12,7 @@ from keras import layers
 from keras_cases import says
 from keras_nets import (
     KINDS,
+    QUICK_KINDS,
     WEIGHT_ONLY,
     class_names,
     error_of,
@@ -28,7 +29,10 @@ from fewbit.keras import DynamicQuantConfig, StaticQuantConfig
 INT8 = DynamicQuantConfig("int8")
 STATIC = StaticQuantConfig("int8")
 X = sample(4, 32)
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+LONG = pytest.mark.long
+EVERY_KIND = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in QUICK_KINDS else LONG) for kind in KINDS]
+)
 
 
 # odd data
@@ -235,7 +239,10 @@ def own_layers():
     return keras.Model(x, Unregistered(8)(x))
 
 
-@pytest.mark.parametrize("make", [two_layers, functional, own_layers, Subclassed, WithConfig])
+@pytest.mark.parametrize(
+    "make",
+    [two_layers, functional, own_layers, Subclassed, pytest.param(WithConfig, marks=LONG)],
+)
 def test_inplace_false_leaves_the_original_untouched(make):
     model = make()
     wanted = np.asarray(model(X))
@@ -288,7 +295,9 @@ def test_nested_models():
     assert error_of(twin(X), model(X)) < 0.03
 
 
-@pytest.mark.parametrize("config", [INT8, STATIC], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "config", [pytest.param(INT8, marks=LONG), STATIC], ids=["dynamic", "static"]
+)
 def test_time_distributed_and_recurrent_layers(config):
     x = sample(2, 5, 32)
     model = keras.Sequential(
@@ -441,7 +450,7 @@ def test_sums_of_configs_and_rules_choose_layers():
 
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
-@pytest.mark.parametrize("const", [False, True])
+@pytest.mark.parametrize("const", [False, pytest.param(True, marks=LONG)])
 def test_scales_have_the_known_shapes(granularity, const):
     model = keras.Sequential(
         [
@@ -477,8 +486,12 @@ def test_scales_have_the_known_shapes(granularity, const):
 # ways to run
 
 
-@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("kind", ["dynamic int8", "static fp8", "weight-only int4"])
+@pytest.mark.parametrize(
+    "policy", ["bfloat16", "mixed_bfloat16", pytest.param("mixed_float16", marks=LONG)]
+)
+@pytest.mark.parametrize(
+    "kind", ["dynamic int8", "static fp8", pytest.param("weight-only int4", marks=LONG)]
+)
 def test_precision_policies(policy, kind):
     model = two_layers(dtype=policy)
     wanted = model(X)
@@ -519,8 +532,8 @@ def test_calibration_sees_every_way_of_running():
 def test_our_own_code_runs_under_strict_promotion():
     model = keras.Sequential([keras.Input((32,)), layers.Dense(32, use_bias=False)])
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        for config in KINDS.values():
-            y = quantized(model, config, X, inplace=False)(X)
+        for kind in QUICK_KINDS:
+            y = quantized(model, KINDS[kind], X, inplace=False)(X)
             assert np.isfinite(np.asarray(y)).all()
 
 
@@ -608,6 +621,7 @@ def test_other_backends_are_a_clear_error():
     )
 
 
+@LONG
 def test_weight_only_formats():
     wanted = {"int8": 45, "int6": 30, "int4": 18, "int3": 10, "nf4": 16, "mxfp4": 13, "fp8": 27}
     model = keras.Sequential([keras.Input((128,)), layers.Dense(64)])

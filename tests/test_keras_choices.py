@@ -64,7 +64,8 @@ def test_emulation_has_a_zero_point_for_integer_activations_alone():
         choice = choose(StaticQuantConfig(*args, **kwargs), LAYERS[2:3])["net/dense"]
         return choice.rule.act_calibration_method, choice.rule.weight_calibration_method
 
-    assert method("int8", emulate=True) == ("minmax", "absmax")
+    # The largest weight is the code 127, as in the reference: absmax * (127.5 / 127) / 127.5.
+    assert method("int8", emulate=True) == ("minmax", f"absmax,{127.5 / 127!r}")
     assert method("int8") == (None, "absmax")
     assert method("fp8", emulate=True) == (None, "absmax")
     assert method("int8", emulate=True, act_calibration_method="absmax") == ("absmax", "absmax")

@@ -98,7 +98,9 @@ def same_codes(stored, wanted, kernel, axes):
 @EVERY_LAYER
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize("config_class", [StaticQuantConfig, DynamicQuantConfig])
-@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+@pytest.mark.parametrize(
+    "granularity", [pytest.param("per_tensor", marks=pytest.mark.long), "per_channel"]
+)
 def test_real_arithmetic(name, dtype, config_class, granularity):
     config = config_class(dtype, weight_scale_granularity=granularity)
     y, x, kernel, stored, bias, product, channel, row = run(name, config)

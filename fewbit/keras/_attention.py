@@ -6,10 +6,14 @@ decides it by `dot_product_attention_enable`, so that calibration and every call
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import keras
+
+from fewbit.jaxprs import scope_name
+from fewbit.keras._variables import sublayers
 
 
 def is_attention(layer: keras.Layer) -> bool:
@@ -27,15 +31,42 @@ def attention_way(layer: keras.Layer, fused: bool | None) -> Iterator[None]:
         own["_compute_attention"] = _grouped_query(layer, fused)
     elif fused is False and hasattr(layer, "_use_fused_attention_op"):  # Gemma's, of KerasHub
         own["_use_fused_attention_op"] = lambda: False
-    # Past Keras' tracking: these are no parts of the layer, and they go again.
-    before = {name: vars(layer)[name] for name in own if name in vars(layer)}
-    vars(layer).update(own)
+    with _own_attributes([(layer, own)]):
+        yield
+
+
+@contextlib.contextmanager
+def sublayer_scopes(layer: keras.Layer) -> Iterator[None]:
+    """While `layer` is traced: products inside its sublayers, such as rotary angles, are theirs."""
+    with _own_attributes([(each, {"call": _scoped(each)}) for each in sublayers(layer)]):
+        yield
+
+
+@contextlib.contextmanager
+def _own_attributes(changes: Sequence[tuple[keras.Layer, dict[str, Any]]]) -> Iterator[None]:
+    """While instances have attributes past Keras' tracking: they are no parts of the layers."""
+    before = [{name: vars(each)[name] for name in own if name in vars(each)}
+              for each, own in changes]  # fmt: skip
+    for each, own in changes:
+        vars(each).update(own)
     try:
         yield
     finally:
-        for name in own:
-            del vars(layer)[name]
-        vars(layer).update(before)
+        for (each, own), old in zip(changes, before, strict=True):
+            for name in own:
+                del vars(each)[name]
+            vars(each).update(old)
+
+
+def _scoped(layer: keras.Layer) -> Any:
+    call = layer.call
+
+    @functools.wraps(call)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope_name(f"inside {layer.path}", type(layer).__name__)):
+            return call(*args, **kwargs)
+
+    return scoped
 
 
 def _multi_head(layer: Any, fused: bool) -> Any:

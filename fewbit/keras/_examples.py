@@ -3,11 +3,14 @@
 `register_calls` tells it for a layer that cannot be called on its build shapes alone.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
+
+from fewbit.keras._attention import is_attention
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 _CALLS: dict[type, Callable[[Any], Calls]] = {}
@@ -41,7 +44,19 @@ def example_calls(layer: keras.Layer) -> Calls:
         return []
     shapes = config.get("shapes_dict") or {"input_shape": config["input_shape"]}
     given = [shape for shape in shapes.values() if shape is not None]
-    return [(tuple(abstract(layer, shape) for shape in given), {})]
+    return [(tuple(abstract(layer, shape) for shape in given), _mask_of_attention(layer))]
+
+
+def _mask_of_attention(layer: keras.Layer) -> dict[str, Any]:
+    """The mask without which KerasHub's attention layers cannot be called."""
+    keras_own = isinstance(
+        layer, keras.layers.MultiHeadAttention | keras.layers.GroupQueryAttention
+    )
+    if keras_own or not is_attention(layer):
+        return {}
+    if "attention_mask" not in inspect.signature(type(layer).call).parameters:
+        return {}
+    return {"attention_mask": jax.ShapeDtypeStruct((_BATCH, _LENGTH, _LENGTH), "bool")}
 
 
 def abstract(layer: keras.Layer, shape: Any, dtype: str | None = None) -> Any:

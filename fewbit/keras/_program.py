@@ -13,7 +13,7 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
-from fewbit.keras._attention import attention_way, is_attention
+from fewbit.keras._attention import attention_way, is_attention, sublayer_scopes
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
@@ -119,6 +119,7 @@ class LayerProgram:
                 before = [scope.get_current_value(v) for v in others]
                 with (
                     jax.named_scope(scope_name(self.path, type(self.layer).__name__)),
+                    sublayer_scopes(self.layer),
                     attention_way(self.layer, self.fused),
                 ):
                     out = float_call(self.layer, *args, **kwargs)

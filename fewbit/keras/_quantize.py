@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import keras
 
 from fewbit._plan import LeafPlan, Plan
 from fewbit._progress import progress as with_progress
-from fewbit.keras._calibration import CalibrationError, observing, statistics
+from fewbit.keras._calibration import CalibrationError, Collector, observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
@@ -91,7 +91,7 @@ def quantize_model(
         with observing(static, sublayers(model)) as collectors:
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
-        planned = _reached(planned, stats)
+        planned = _reached(planned, collectors, stats)
     for each in with_progress(planned, "Quantizing", show=progress):
         convert(each, stats)
     make_saveable(model)
@@ -152,6 +152,8 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
         state.stored[name] = store(layer, own[name], value, constant=constant)
         state.hollow[name] = own[name]
     for scale in each.plan.scales:
+        if not is_fixed(scale) and scale.name not in stats.entries:
+            continue  # of a way of calling the layer that calibration did not take
         made = (
             fixed_scale(scale)
             if is_fixed(scale)
@@ -217,11 +219,21 @@ def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
         model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
 
 
-def _reached(planned: list[LayerPlan], stats: Any) -> list[LayerPlan]:
-    """The layers whose every range is known; the others are an error or stay float."""
+def _reached(
+    planned: list[LayerPlan], collectors: Sequence[Collector], stats: Any
+) -> list[LayerPlan]:
+    """The layers that ran and whose every range is known; the others are an error or stay float.
+
+    A layer that can be called in several ways, such as a table that projects too, has the ranges of
+    those it was called in. Another one is an error when it is called.
+    """
+    ran = {id(each.layer_plan): each for each in collectors if each.calls}
 
     def missed(each: LayerPlan) -> bool:
-        return any(not is_fixed(s) and s.name not in stats.entries for s in each.plan.scales)
+        if not any(not is_fixed(scale) for scale in each.plan.scales):
+            return False
+        collector = ran.get(id(each))
+        return collector is None or any(name not in stats.entries for name in collector.operands)
 
     lost = [each for each in planned if missed(each)]
     if lost:
