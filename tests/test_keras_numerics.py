@@ -144,5 +144,6 @@ def test_reversible_embeddings_look_up_and_project_from_one_table():
     rows = np.asarray(table.embeddings.value, "float64")
     same_codes(rows, rounded(floats, "int8", (1,)), floats, (1,))
     hidden = rounded(np.asarray(rows[x] * 3.0, "float32"), "int8", (2,))
-    assert error_of(model(x), hidden @ rows.T) < 1e-5
+    # In float32 an activation between two codes may go to the other one.
+    assert error_of(model(x), hidden @ rows.T) < 2e-3
     assert sum(v.shape == (96, 64) or v.value.size >= 96 * 64 for v in table.variables) == 1

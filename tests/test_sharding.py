@@ -11,6 +11,7 @@ from helpers import W8, W8A8, normal, quantized, relative_error
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tolerances import CODE_OF_NEXT_LAYER
 
 import fewbit
 from fewbit import kernels
@@ -45,7 +46,9 @@ def test_tensor_parallel_equals_one_device(kind, rules):
         for name, spec in SPECS.items():
             assert qp[name].array.qvalue.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
         out = jax.jit(qf)(qp, x)
-        np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=1e-4)
+        # A last place of the hidden layer may turn one of its codes.
+        most = 1e-4 if rules is W8 else CODE_OF_NEXT_LAYER * np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(out), expected, rtol=1e-5, atol=most)
         assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("d", None)), 2)
         hlo = jax.jit(qf).lower(qp, x).compile().as_text()
         assert not re.findall(r"f32\[(64,128|128,64)\]\S* all-gather", hlo)

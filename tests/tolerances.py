@@ -50,3 +50,6 @@ CODES_STEP = 1e-4
 FUSED_ACTIVATION = 4 * F32_ULP
 # The same rounded to bfloat16 at the end, once; unfused, the sum and each step are rounded.
 FUSED_BF16 = 4 * BF16_ULP
+
+# Errors that a page prints, measured by a program that was compiled another way: a few codes turn.
+PRINTED_ERROR = 1e-2

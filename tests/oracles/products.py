@@ -55,7 +55,7 @@ def drawn(shape, dtype, draws=0, sample="normal"):
     a compilation per shape would cost seconds.
     """
     size = np.prod(shape, dtype=np.int64)
-    length = 2**20 if size <= 2**20 else 2**26 if size <= 2**26 else 2**27
+    length = next(n for n in (2**20, 2**22, 2**26, 2**27) if size <= n)
     return _stream(length, jnp.dtype(dtype).name, draws, sample)[:size].reshape(shape)
 
 
