@@ -36,8 +36,8 @@ def digits():
     return (images[train], labels[train]), (images[test], labels[test])
 
 
-def fashion_mnist(fetch=data.fetch):
-    """60,000 and 10,000 labelled 28x28 images of clothes."""
+def fashion_mnist(fetch=data.fetch, count=12000):
+    """`count` of 60,000 and all of 10,000 labelled 28x28 images of clothes."""
     folder = fetch("fashion-mnist")
 
     def read(name, header, shape):
@@ -48,15 +48,16 @@ def fashion_mnist(fetch=data.fetch):
         images = read(f"{prefix}-images-idx3-ubyte.gz", 16, (-1, 28, 28, 1)) / np.float32(255)
         return images, read(f"{prefix}-labels-idx1-ubyte.gz", 8, (-1,)).astype("int32")
 
-    return part("train"), part("t10k")
+    images, labels = part("train")
+    return (images[:count], labels[:count]), part("t10k")
 
 
 def cnn(size, width=32):
+    first = 1 if size < 16 else 2
     return keras.Sequential(
         [
             keras.Input((size, size, 1)),
-            layers.Conv2D(width, 3, padding="same", activation="relu"),
-            layers.DepthwiseConv2D(3, padding="same", activation="relu"),
+            layers.Conv2D(width, 3, strides=first, padding="same", activation="relu"),
             layers.Conv2D(2 * width, 3, strides=2, padding="same", activation="relu"),
             layers.Conv2D(2 * width, 3, padding="same", activation="relu"),
             layers.Flatten(),
