@@ -266,7 +266,7 @@ def test_a_quantized_model_generates_with_an_int8_cache(quantized):
         fewbit.keras.quantize_kv_cache(quantized)
         fewbit.keras.quantize_kv_cache(quantized)  # twice is once
         layer = quantized.backbone.transformer_layers[0].attention
-        assert type(layer).__name__ == "Int8CacheCachedGemma3Attention"
+        assert type(layer).__name__ == "Int8CacheQuantizedCachedGemma3Attention"
         assert isinstance(layer, type(layer)._fewbit_float_cache)
         quantized.compile(sampler="top_k")
         out = quantized.generate(["Hi", "A long prompt"], max_length=LENGTH)

@@ -45,7 +45,7 @@ def print_model(
     >>> samples = [np.ones((2, 8), 'float32')]
     >>> model = fewbit.keras.quantize_model(model, config, samples, progress=False)
     >>> text = print_model(model)
-    InputLayer .input_layer
+    InputLayer .input_layer...
     QStaticDense .up a_scale=[0.00223214] (attr) w_scale=[[...]]
     """
     if len(str_length) != 2:
