@@ -149,3 +149,20 @@ def test_a_table_that_is_only_looked_up():
     assert table.a_scale is None
     with pytest.raises(ValueError, match="has act_static_scale=True, but there is no"):
         table(sample(1, 4, 32), reverse=True)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_rotary_angles_stay_float_unless_asked(asked):
+    keras_hub = pytest.importorskip("keras_hub")
+    x = keras.Input((6, 32))
+    heads = layers.Reshape((6, 2, 16))(layers.Dense(32)(x))
+    model = keras.Model(x, keras_hub.layers.RotaryEmbedding(name="rotary")(heads))
+    data = np.random.default_rng(0).normal(size=(2, 6, 32)).astype("float32")
+    wanted = model(data)
+    config = StaticQuantConfig(
+        "int8", weight_scale_granularity="per_channel", quantize_rotary=asked
+    )
+    fewbit.keras.quantize_model(model, config, [data], progress=False)
+    name = "QStaticRotaryEmbedding" if asked else "RotaryEmbedding"
+    assert type(model.get_layer("rotary")).__name__ == name
+    assert error_of(model(data), wanted) < 0.05

@@ -34,11 +34,18 @@ def register_calls(cls: type) -> Callable[[Callable[[Any], Calls]], Callable[[An
     return register
 
 
+def is_rotary(layer: keras.Layer) -> bool:
+    """Whether a layer is KerasHub's rotary embedding, which holds no weights."""
+    return any(cls.__name__ == "RotaryEmbedding" for cls in type(layer).__mro__)
+
+
 def example_calls(layer: keras.Layer) -> Calls:
     """Abstract arguments for every way in which the layer uses its weights."""
     for cls in type(layer).__mro__:
         if cls in _CALLS:
             return _CALLS[cls](layer)
+    if is_rotary(layer):  # made for heads of any size, and never built for one
+        return [((jax.ShapeDtypeStruct((_BATCH, _LENGTH, 1, 64), layer.compute_dtype),), {})]
     config = layer.get_build_config()
     if not config:
         return []

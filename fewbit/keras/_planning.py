@@ -13,7 +13,7 @@ from fewbit.engine import UntraceableModelError
 from fewbit.keras._attention import is_attention
 from fewbit.keras._choices import Choice
 from fewbit.keras._emulation import PROBABILITIES, range_of_probabilities
-from fewbit.keras._examples import Calls, example_calls
+from fewbit.keras._examples import Calls, example_calls, is_rotary
 from fewbit.keras._program import INSIDE, LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
 from fewbit.keras._variables import own_variables, sublayers
@@ -56,7 +56,10 @@ def has_weights(layer: keras.Layer) -> bool:
 
 
 def has_products(layer: keras.Layer, choice: Choice) -> bool:
-    """Whether products of activations in this layer are asked for: attention scores and values."""
+    """Whether products of activations are asked for: attention scores and values, rotary angles."""
+    if is_rotary(layer):
+        asked = choice.config is not None and choice.config.quantize_rotary
+        return asked and choice.kind != "weight_only"
     asked = choice.emulate
     if choice.config is not None and choice.config.quantize_attention is not None:
         asked = choice.config.quantize_attention

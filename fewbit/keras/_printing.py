@@ -13,6 +13,7 @@ import numpy as np
 
 from fewbit._errors import describe
 from fewbit.keras._classes import is_quantized
+from fewbit.keras._scale_views import weight_scales
 from fewbit.keras._variables import direct_sublayers, value_of
 
 LOGGER = logging.getLogger("fewbit")
@@ -90,10 +91,10 @@ def _values(layer: Any) -> Iterator[str]:
             constant = not isinstance(held, keras.Variable)
             value = np.ravel(value_of(held))
             yield f"{field}{key}={_text(value)}" + " (attr)" * constant
-    for name, stored in state.stored.items():
+    for name, scale in weight_scales(state).items():
         key = f"[{name}]" if len(state.stored) > 1 else ""
-        constant = not isinstance(stored.parts[0], keras.Variable)
-        yield f"w_scale{key}={_text(stored.value().array.scale)}" + " (attr)" * constant
+        constant = not isinstance(state.stored[name].parts[0], keras.Variable)
+        yield f"w_scale{key}={_text(scale)}" + " (attr)" * constant
 
 
 def _text(value: Any) -> str:
