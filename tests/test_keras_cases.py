@@ -631,3 +631,11 @@ def test_weight_only_formats():
         config = DynamicQuantConfig(name, **groups, **WEIGHT_ONLY)
         error = np.asarray(quantized(model, config, inplace=False)(x)) - y
         assert 10 * np.log10((y**2).sum() / (error**2).sum()) > decibels, name
+
+
+@pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
+def test_keras_own_quantize_on_a_quantized_model_is_an_error():
+    model = keras.Sequential([keras.Input((32,)), keras.layers.Dense(32)])
+    fewbit.keras.quantize_model(model, DynamicQuantConfig("int8"), progress=False)
+    with pytest.raises(ValueError, match="would find no float kernel here"):
+        model.quantize("int8")

@@ -111,6 +111,7 @@ def become(layer: keras.Layer, state: LayerState) -> None:
     """Make the instance a quantized one, in place."""
     original: Any = type(layer)
     layer.__class__ = quantized_class(original, state.kind)
+    vars(layer).pop("quantize", None)  # Keras wraps the float class's, on every instance
     layer._fewbit = state
 
 
