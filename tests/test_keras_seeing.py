@@ -97,7 +97,7 @@ def test_print_model_logs_in_the_known_shape():
     )
     record = (
         r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ \[DEBUG\]\[_printing\.py:\d+\] "
-        r"QStaticDense \.up a_scale=\[\S+\] w_scale=\[\[\S+ \S+\]\]$"
+        r"QStaticDense \.up a_scale=\[\S+\] w_scale=\[\[\S+\]\]$"
     )
     assert re.search(record, done.stderr, re.MULTILINE), done.stderr[-2000:]
     assert "DEBUG" not in done.stdout and "QStaticDense .up" in done.stdout
