@@ -31,7 +31,7 @@ RULES = {
     "int4 g32": {"weight_qtype": "int4", "tile_size": 32, "scale_dtype": "float16"},
 }
 LOAD = """
-import json, resource, sys, time
+import json, sys, time
 import keras_hub, fewbit.keras
 fewbit.kernels.native_available()
 began = time.perf_counter()
@@ -40,7 +40,8 @@ for variable in model.variables:
     variable.value.block_until_ready()
 seconds = time.perf_counter() - began
 bytes_ = sum(v.value.nbytes for v in model.variables)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+status = open("/proc/self/status").read()  # of this program, not of the one that started it
+peak = int(status.split("VmHWM:")[1].split()[0]) * 1024
 print(json.dumps({"seconds": seconds, "resident": bytes_, "peak": peak}))
 """
 

@@ -639,3 +639,14 @@ def test_keras_own_quantize_on_a_quantized_model_is_an_error():
     fewbit.keras.quantize_model(model, DynamicQuantConfig("int8"), progress=False)
     with pytest.raises(ValueError, match="would find no float kernel here"):
         model.quantize("int8")
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+def test_a_kernel_that_is_not_finite_is_named(granularity):
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4, name="up")])
+    kernel = np.ones((4, 4), "float32")
+    kernel[1, 2] = np.nan
+    model.layers[0].kernel.assign(kernel)
+    config = DynamicQuantConfig("int8", weight_scale_granularity=granularity)
+    with pytest.raises(ValueError, match="up/kernel"):
+        fewbit.keras.quantize_model(model, config, progress=False)

@@ -4,13 +4,13 @@ The graph is quantize, dequantize, float product, with one activation scale per 
 Neural Compressor computes, and the pattern that XLA's oneDNN rewrite knows on CPUs with fp8 units.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from fewbit import current
-from fewbit.modes.provider import as_float
+from fewbit.modes.provider import QuantizationProvider, as_float
 from fewbit.modes.ptq import PtqProvider, activation_hows
 from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
@@ -37,48 +37,21 @@ class EmulatingProvider(PtqProvider):
 
     attention = False
 
-    def dot_general(
-        self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        *,
-        out_sharding: Any = None,
-    ) -> jax.Array:
-        lhs, rhs = self._rounded("dot_general", (lhs, rhs))
-        return jax.lax.dot_general(
-            lhs,
-            rhs,
-            dimension_numbers,
-            precision,
-            preferred_element_type,
-            out_sharding=out_sharding,
-        )
+    def dot_general(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        rounded = self._rounded("dot_general", (lhs, rhs))
+        return QuantizationProvider.dot_general(self, *rounded, *args, **kwargs)
 
-    def einsum(
-        self,
-        einsum_str: str,
-        *operands: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        _dot_general: Callable[..., Any] | None = None,
-        out_sharding: Any = None,
-    ) -> jax.Array:
+    def einsum(self, einsum_str: str, *operands: Any, **kwargs: Any) -> jax.Array:
         rounded = self._rounded("einsum", operands)
-        return jax.numpy.einsum(
-            einsum_str,
-            *rounded,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            out_sharding=out_sharding,
-        )
+        return QuantizationProvider.einsum(self, einsum_str, *rounded, **kwargs)
 
     def conv_general_dilated(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        kwargs.pop("out_sharding", None)
-        lhs, rhs = self._rounded("conv_general_dilated", (lhs, rhs))
-        return jax.lax.conv_general_dilated(lhs, rhs, *args, **kwargs)
+        rounded = self._rounded("conv_general_dilated", (lhs, rhs))
+        return QuantizationProvider.conv_general_dilated(self, *rounded, *args, **kwargs)
+
+    def ragged_dot(self, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> jax.Array:
+        rounded = self._rounded("ragged_dot", (lhs, rhs))
+        return QuantizationProvider.ragged_dot(self, *rounded, *args, **kwargs)
 
     def _rounded(self, op: str, operands: Sequence[Any]) -> list[Any]:
         rule, op_id = self._get_current_rule_and_op_id(op)

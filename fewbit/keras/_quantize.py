@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -22,7 +23,7 @@ from fewbit.keras._variables import add_variable, store, sublayers, take_path, u
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.params import quantize_leaf
-from fewbit.qarray import WithAux, get_scale_shape, quantize_with
+from fewbit.qarray import WithAux, check_finite, get_scale_shape, quantize_with
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
 
 _MSG_NOT_A_MODEL = (
@@ -55,6 +56,8 @@ _MSG_NOTHING = (
     "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
     "strict=False in the config lets this pass."
 )
+
+_quantize = jax.jit(quantize_with, static_argnums=1)
 
 
 def quantize_model(
@@ -174,7 +177,8 @@ def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> With
         return quantize_leaf(leaf.path, variable.value, leaf)
     # One scale for all, kept once per channel: the form that kernels read.
     how = leaf.how.replace(rule=leaf.rule)
-    q = quantize_with(variable.value, how.replace(channelwise_axes=()))
+    check_finite(variable.value, leaf.path)
+    q = _quantize(variable.value, how.replace(rule=None, channelwise_axes=()))
     q = q.replace(scale=keras.ops.broadcast_to(q.scale, get_scale_shape(q.shape, how)))
     return WithAux(for_kernels(q, how), how)
 
