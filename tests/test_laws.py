@@ -27,6 +27,7 @@ LAYERS = [
     ["layouts"],
     ["ops"],
     ["rules", "rules_*", "_rule_*", "presets"],
+    ["training"],
     [
         *(
             "_plan",
