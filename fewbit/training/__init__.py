@@ -3,6 +3,7 @@
 from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
 from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
 from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
+from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
 from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
 from fewbit.training.einsum_qt import einsum_qt as einsum_qt
 from fewbit.training.noise import NoiseFn as NoiseFn
@@ -12,3 +13,4 @@ from fewbit.training.noise import uniform_noise as uniform_noise
 from fewbit.training.paired import Paired as Paired
 from fewbit.training.paired import clip_gradient as clip_gradient
 from fewbit.training.paired import pair as pair
+from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt

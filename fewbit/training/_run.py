@@ -236,12 +236,12 @@ def _float_gradient(
         return product.forward(*((x, other) if side == 0 else (other, x)), *rest)
 
     (gradient,) = jax.linear_transpose(
-        linear, jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=_sharding(like))
+        linear, jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=explicit_sharding(like))
     )(g)
     return gradient
 
 
-def _sharding(aval: Any) -> Any:
+def explicit_sharding(aval: Any) -> Any:
     """The placement that is part of the type, on an explicit mesh; None elsewhere."""
     sharding = aval.sharding
     return sharding if any(entry is not None for entry in sharding.spec) else None
