@@ -61,6 +61,8 @@ LAYERS = [
             "weight",
             "weight_*",
             "_trainable",
+            "trained",
+            "trained_*",
         ),
     ],
     ["modes"],

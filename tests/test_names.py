@@ -64,8 +64,23 @@ get_default_static_config get_default_dynamic_config
 plan register_calls CalibrationError GreedySampler TopKSampler quantize_kv_cache
 """.split()
 
+
 # A tiny check for each name that works.
+def trains():
+    rules = [fewbit.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")]
+    f = fewbit.quantize_model(lambda p, x: x @ p["w"], fewbit.QtProvider(rules))
+    return f, jax.grad(lambda p: f(p, X).sum())({"w": W})["w"]
+
+
+def served():
+    converted = fewbit.to_ptq(trains()[0], {"w": W}, None, X)
+    return converted.model(converted.params, X)
+
+
 WORKS = {
+    "QtProvider": lambda: jnp.allclose(trains()[1], X.sum(0)[:, None], rtol=0.02),
+    "QuantStat": lambda: fewbit.QuantStat.__name__ == "QuantStat",
+    "to_ptq": lambda: close(served()),
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),
     "quantize": lambda: q().qtype == jnp.int8,
     "dequantize": lambda: jnp.allclose(fewbit.dequantize(q()), W, atol=0.01),
@@ -216,8 +231,7 @@ def test_imports_of_migrating_code():
         def dot_general(self, *args, **kwargs):
             return super().dot_general(*args, **kwargs)
 
-    with pytest.raises(NotImplementedError, match="fewbit.QtProvider is not there yet. It will"):
-        Fp8Provider(RULES)
+    assert Fp8Provider(RULES).rules == (fewbit.QtRule(weight_qtype="int8", act_qtype="int8"),)
     with pytest.raises(NotImplementedError, match="fewbit.gptq is not there yet"):
         gptq.GptqCalibrationProvider(RULES)
     with pytest.raises(AttributeError, match="fewbit.contrib has no 'gptk'. It has gptq, awq"):
@@ -265,7 +279,7 @@ def test_a_name_that_is_nobodys():
 
 
 def test_later_names_load_no_framework():
-    code = "import sys, fewbit; fewbit.QtProvider, fewbit.QuantStat, fewbit.pallas, fewbit.contrib;"
+    code = "import sys, fewbit; fewbit.QtProvider, fewbit.to_ptq, fewbit.pallas, fewbit.contrib;"
     code += "assert not {'flax', 'keras', 'yaml', 'tensorflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
