@@ -16,6 +16,8 @@ from fewbit._later import LATER, MODULES, NEVER
 X, W = jnp.ones((2, 4)), jnp.eye(4)
 RULES = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 NUMBERS = (((1,), (0,)), ((), ()))
+INT8_TRAINING = dict(lhs_qtype="int8", rhs_qtype="int8", drhs_grad_qtype="int8")
+QT_RULE = fewbit.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 
 
 def model(params, x):
@@ -126,6 +128,33 @@ WORKS = {
         fewbit.restore_quantization_rules({"w": q()}, fewbit.QuantizationRule)[0].weight_qtype
         == jnp.int8
     ),
+    "training": lambda: callable(fewbit.training.DotGeneral) and callable(fewbit.training.pair),
+    "DotGeneralQtConfig": lambda: fewbit.DotGeneralQtConfig(**INT8_TRAINING).quantizes_gradients,
+    "ConvGeneralQtConfig": lambda: fewbit.ConvGeneralQtConfig().lhs_qtype is None,
+    "RaggedDotQtConfig": lambda: fewbit.RaggedDotQtConfig(tile_size=4).tile_size == 4,
+    "dot_general_qt": lambda: close(
+        fewbit.dot_general_qt(X, W, NUMBERS, fewbit.DotGeneralQtConfig(**INT8_TRAINING))
+    ),
+    "einsum_qt": lambda: close(
+        fewbit.einsum_qt("bi,io->bo", X, W, fewbit.DotGeneralQtConfig(**INT8_TRAINING))
+    ),
+    "conv_general_qt": lambda: close(
+        fewbit.conv_general_qt(
+            X[:, :, None],
+            W[None],
+            fewbit.ConvGeneralQtConfig(**INT8_TRAINING),
+            (1,),
+            "VALID",
+            dimension_numbers=("NCW", "WIO", "NCW"),
+        )
+    ),
+    "ragged_dot_qt": lambda: close(
+        fewbit.ragged_dot_qt(
+            X, W[None], jnp.array([2], jnp.int32), fewbit.RaggedDotQtConfig(**INT8_TRAINING)
+        )
+    ),
+    "QtDotGeneral": lambda: close(fewbit.QtDotGeneral(QT_RULE).apply({}, X, W, NUMBERS)),
+    "QtEinsum": lambda: close(fewbit.QtEinsum(QT_RULE).apply({}, "bi,io->bo", X, W)),
     "keras": lambda: all(callable(getattr(fewbit.keras, name)) for name in KERAS),
     # fewbit's own
     "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),

@@ -5,6 +5,11 @@ from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
 from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
 from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
 from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
+from fewbit.training.drop_in import DotGeneral as DotGeneral
+from fewbit.training.drop_in import Einsum as Einsum
+from fewbit.training.drop_in import config_from_rule as config_from_rule
+from fewbit.training.drop_in import dot_general_cls as dot_general_cls
+from fewbit.training.drop_in import einsum_cls as einsum_cls
 from fewbit.training.einsum_qt import einsum_qt as einsum_qt
 from fewbit.training.noise import NoiseFn as NoiseFn
 from fewbit.training.noise import get_noise_fn as get_noise_fn

@@ -7,7 +7,14 @@ from typing import Any
 
 import jax
 
-from fewbit._rule_checks import check_bool, check_calibration, check_qtype, check_tile
+from fewbit._rule_checks import (
+    check_bool,
+    check_calibration,
+    check_qtype,
+    check_tile,
+    same_value,
+)
+from fewbit.numerics import format_of, qtype_name
 from fewbit.qarray import HowToQuantize
 
 _MSG_METHOD_NONE = "{where}: {field} is None. Write 'absmax'."
@@ -40,7 +47,7 @@ class GradientSettings:
     residual_disable_channelwise_axes: bool
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DotGeneralQtConfig:
     """How `dot_general_qt` and `einsum_qt` quantize, forward and in both gradients.
 
@@ -141,6 +148,16 @@ class DotGeneralQtConfig:
             f" Make one with fewbit.training.get_noise_fn({name!r}, key).",
         )
 
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        names = (field.name for field in dataclasses.fields(self))
+        return all(same_value(getattr(self, name), getattr(other, name)) for name in names)
+
+    def __hash__(self) -> int:
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return hash((type(self), *values))
+
     @property
     def quantizes_gradients(self) -> bool:
         """Whether any of the two gradient products has a quantized gradient."""
@@ -185,7 +202,7 @@ class DotGeneralQtConfig:
         return dataclasses.replace(self, **changes)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ConvGeneralQtConfig(DotGeneralQtConfig):
     """How `conv_general_qt` quantizes: the fields of `DotGeneralQtConfig`, without tiles.
 
@@ -194,8 +211,6 @@ class ConvGeneralQtConfig(DotGeneralQtConfig):
     """
 
     def __post_init__(self) -> None:
-        from fewbit.numerics import format_of, qtype_name
-
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is None:
@@ -218,7 +233,7 @@ class ConvGeneralQtConfig(DotGeneralQtConfig):
         super().__post_init__()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RaggedDotQtConfig(DotGeneralQtConfig):
     """How `ragged_dot_qt` quantizes: the fields of `DotGeneralQtConfig`.
 
