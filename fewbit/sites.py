@@ -6,8 +6,9 @@ from typing import Any
 
 import jax
 
-from fewbit import current, jaxprs
+from fewbit import adapter_products, current, jaxprs
 from fewbit._plan_messages import PlanError
+from fewbit.adapter_run import Adapters
 from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.static_run import StaticScales
@@ -31,6 +32,7 @@ class SiteRunner:
     decisions: Mapping[str, Decision]
     report: Callable[[str, str], None] = lambda site_id, text: None
     static: StaticScales = field(default_factory=StaticScales)
+    adapters: Adapters = field(default_factory=Adapters)
 
     def finishes(self, ts: TracedSite) -> bool:
         """Whether the provider's own method also does a bias and an activation."""
@@ -54,7 +56,8 @@ class SiteRunner:
         ]
         method = getattr(self.provider, _METHODS[site.op])
         scales = self.static.of(ts, rule) if self.provider.quantizes_params else {}
-        here = current.CurrentSite(site, rule, self.reporter(site.id, method), scales, finish)
+        report, adapter = self.reporter(site.id, method), self.adapters.at(ts)
+        here = current.CurrentSite(site, rule, report, scales, finish, adapter)
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
                 return _CALLS[site.op](method, ts.eqn, operands)
@@ -70,6 +73,12 @@ class SiteRunner:
         return lambda text: self.report(site_id, f"{name} ({text})")
 
     def look_up(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
+        rows, adapter = self.rows(ts, ins), self.adapters.at(ts)
+        if adapter is None:
+            return rows
+        return adapter_products.add_to_rows(adapter, ts.eqn, ins[1], rows)
+
+    def rows(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
         self.report(ts.site.id, "gather")
         if not is_weight(ins[0]):
             return jaxprs.bind(ts.eqn, ins)[0]

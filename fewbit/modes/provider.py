@@ -62,6 +62,7 @@ class QuantizationProvider:
     """
 
     quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float (training)
+    adapts = False  # whether weights may have low-rank adapters beside them
     refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
     def __init__(
@@ -102,7 +103,7 @@ class QuantizationProvider:
             raise TypeError(_MSG_RULES.format(found=f"{found} in it", fix=fix))
         if isinstance(rule, self.refuses):
             plain = QuantizationRule(**_common_fields(rule))
-            instead = "leave it out" if rule.switched_off else f"write {plain!r}"
+            instead = "leave it out" if rule.weight_qtype is None else f"write {plain!r}"
             name = type(self).__name__
             raise TypeError(_MSG_REFUSED.format(provider=name, rule=rule, instead=instead))
         if isinstance(rule, QtRule) and self.quantizes_params:
