@@ -1,6 +1,7 @@
 """Plain functions `f(params, *args)`, params any pytree: Equinox, Haiku or hand-written models."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import jax
 
 from fewbit._plan import Plan
+from fewbit.adapter_run import DROPOUT
+from fewbit.adapter_trees import split_adapters
 from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
 from fewbit.models.planning import FloatRun, plan_runs
@@ -26,7 +29,9 @@ _NOTE_ONE_ARRAY = (
 
 
 def _name(keypath: tuple[Any, ...]) -> str | None:
-    """Parameters are the leaves of the first argument; their static scales come last."""
+    """Parameters are the leaves of the first argument; scales and adapters come last."""
+    if keypath[0].idx == 4:
+        return ScaleName(keypath[1].key)
     if keypath[0].idx == 3:
         side, _, end = str(keypath[2].key).partition("_")
         return ScaleName(f"{name_of_site(keypath[1].key, side)}_{end}")
@@ -44,6 +49,11 @@ def _split(params: Any) -> tuple[Any, dict[str, Any]]:
     return params.params, {site: dict(entries) for site, entries in params.act_scales.items()}
 
 
+def _without_adapters(provider: Any, params: Any) -> tuple[Any, dict[str, Any]]:
+    """Parameters as the function knows them, and the adapters among them."""
+    return split_adapters(params) if provider.adapts else (params, {})
+
+
 class QuantizedFunction:
     """A function whose first argument is a parameter tree with quantized leaves.
 
@@ -57,12 +67,23 @@ class QuantizedFunction:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
-        runner, dynamic = call_runner(self, params, args, kwargs)
+        kwargs, key = self.dropout(kwargs)
+        runner, dynamic = call_runner(self, params, args, kwargs, key)
         return self.provider.process_model_output("__call__", runner(dynamic))
+
+    def dropout(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The key for the adapters' dropout, given as `rngs={'dropout': key}`; without: none."""
+        rngs = kwargs.get("rngs")
+        wanted = self.provider.adapts and self.provider.has_dropout
+        if not wanted or not isinstance(rngs, Mapping) or "dropout" not in rngs:
+            return kwargs, {}
+        if "rngs" not in inspect.signature(self.function).parameters:
+            kwargs = {name: value for name, value in kwargs.items() if name != "rngs"}
+        return kwargs, {DROPOUT: rngs["dropout"]}
 
     def runner(self, call: Call) -> Runner:
         def pure(dynamic):
-            params, args, kwargs, _ = call.merge(dynamic)
+            params, args, kwargs, _, _ = call.merge(dynamic)
             return self.function(params, *args, **kwargs)
 
         what = f"function {getattr(self.function, '__name__', type(self.function).__name__)}"
@@ -79,11 +100,17 @@ class QuantizedFunction:
 
 
 def call_runner(
-    quantized: QuantizedFunction, params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    quantized: QuantizedFunction,
+    params: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    beside: Mapping[str, Any] = {},
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling a function, and the leaves to call it with."""
+    params, adapters = _without_adapters(quantized.provider, params)
     params, scales = _split(params)
-    dynamic, call = split_call((params, args, kwargs, scales), _name)
+    tree = (params, args, kwargs, scales, {**adapters, **beside})
+    dynamic, call = split_call(tree, _name)
     runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
     return runner, dynamic
 
@@ -92,7 +119,8 @@ def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
     """Runners of the float function: `(method, args, kwargs)` to one and its leaves."""
     if isinstance(function, QuantizedFunction):
         function = function.function
-    twin, params = QuantizedFunction(function, provider), _split(params)[0]
+    params = _split(_without_adapters(provider, params)[0])[0]
+    twin = QuantizedFunction(function, provider)
 
     def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
         return call_runner(twin, params, args, kwargs)
@@ -133,7 +161,8 @@ def plan(
             "jax.ShapeDtypeStruct) do."
         )
     params, *args = inputs
-    dynamic, call = split_call((_split(params)[0], tuple(args), kwargs, {}), _name)
+    params = _split(_without_adapters(provider, params)[0])[0]
+    dynamic, call = split_call((params, tuple(args), kwargs, {}, {}), _name)
     runner = QuantizedFunction(function, provider).runner(call)
     made = plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]
     if is_array(params) and any(isinstance(a, Mapping) and jax.tree.leaves(a) for a in args):
