@@ -27,8 +27,8 @@ Groups = tuple[tuple[int, ...], ...]  # axes of a factor: the atoms that each is
 class AdapterPlan:
     """An adapter of the parameter `leaf`, shaped for the Site `site`.
 
-    A has the axes `stack`, `batch`, `inner` and the rank; B has `stack`, `batch`, the rank, `outer`.
-    `stack` are layers of a scan, `batch` the experts of a ragged product or batch axes of a product.
+    A has the axes `stack`, `batch`, `inner`, rank; B has `stack`, `batch`, rank, `outer`. `stack`
+    are layers of a scan, `batch` the experts of a ragged product or batch axes of a product.
 
     >>> rule = LoraRule(rank=2, alpha=4.0)
     >>> plan = AdapterPlan('up/kernel', 'up:dot_general0', 'dot_general', (6, 8), (6, 8), (), (),

@@ -67,7 +67,7 @@ def check_leaf(adapter: AdapterPlan, leaves: Mapping[str, Any]) -> None:
 
 
 def fresh(adapter: AdapterPlan, key: jax.Array) -> dict[str, jax.Array]:
-    """The two factors, by name. A name has its own randomness, whatever other adapters there are."""
+    """The two factors, by name. Each name has its own randomness."""
     rule, made = adapter.rule, {}
     many = len(adapter.stack + adapter.batch)
     for name, shape in adapter.shapes.items():

@@ -24,9 +24,7 @@ def add_to_product(
     w, x_word = words[adapter.side], words[1 - adapter.side]
     x = adapter.dropped(as_float(operands[1 - adapter.side]))
     sizes = dict(zip(w, operands[adapter.side].shape, strict=True))
-    options = dict(
-        precision=precision, preferred_element_type=out.dtype, out_sharding=out_sharding
-    )
+    options = dict(precision=precision, preferred_element_type=out.dtype, out_sharding=out_sharding)
     if not adapter.fits:
         update = adapter.update(x.dtype)
         pair = (x, update) if adapter.side == 1 else (update, x)
@@ -100,7 +98,9 @@ def add_to_rows(adapter: SiteAdapter, eqn: Any, indices: Any, out: Any) -> Any:
     names = "abcdefghijklmopqs"  # 'n' rows, 'r' rank
     lw, rw = names[: len(left)], names[len(left) : len(left) + len(right)]
     if not plan.batch and rows in plan.inner:
-        low = jnp.moveaxis(jnp.take(a, flat, plan.inner.index(rows), **take), plan.inner.index(rows), 0)
+        low = jnp.moveaxis(
+            jnp.take(a, flat, plan.inner.index(rows), **take), plan.inner.index(rows), 0
+        )
         found = jnp.einsum(f"n{lw}r,r{rw}->n{lw}{rw}", low, b)
     elif not plan.batch and rows in plan.outer:
         place = 1 + plan.outer.index(rows)

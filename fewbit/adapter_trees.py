@@ -5,42 +5,17 @@ module, a list of arrays) has no room for them: `LoraParams` holds both.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
 from fewbit._plan_adapter import LORA_A, LORA_B
+from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.engine import is_stored
 from fewbit.params import is_box
 
 SUFFIXES = (LORA_A, LORA_B)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-@dataclass(frozen=True, eq=False)
-class LoraParams:
-    """Parameters of a plain function with the adapters that their tree has no room for.
-
-    It takes the place of the parameters: `lora_function(LoraParams(params, adapters), x)`.
-    `adapters` maps full names such as `'0_lora_a'` to arrays.
-
-    >>> import jax.numpy as jnp
-    >>> LoraParams([jnp.ones((4, 4))], {'0_lora_a': jnp.ones((4, 2))}).adapters['0_lora_a'].shape
-    (4, 2)
-    """
-
-    params: Any
-    adapters: Mapping[str, Any] = field(default_factory=dict)
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        keys = map(jax.tree_util.GetAttrKey, ("params", "adapters"))
-        return tuple(zip(keys, (self.params, dict(self.adapters)), strict=True)), None
-
-    @classmethod
-    def tree_unflatten(cls, static: Any, children: Any) -> "LoraParams":
-        return cls(*children)
 
 
 def weight_of(name: str) -> str | None:
@@ -123,7 +98,9 @@ def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Every leaf of a tree by its path; a quantized or boxed one is one leaf."""
     tree = tree.params if isinstance(tree, LoraParams) else tree
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_stored(x) or is_box(x))
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or is_box(x)
+    )
     return {key_name(key): value for key, value in flat}
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit._plan import Plan, ScalePlan
+from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
 from fewbit.observed import Statistics
@@ -82,6 +83,12 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
+    if isinstance(params, LoraParams):
+        allowed = dict(
+            allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
+        )
+        rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
+        return LoraParams(rest, params.adapters)
     template = _Template(abstract_quantized_params, allow_extra_params)
 
     seen = []

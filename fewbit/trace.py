@@ -381,9 +381,7 @@ def _sliced(source: Origin, shape: Sequence[int], by: str) -> Origin:
             group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ()
         )
     parted = source.parted
-    if any(
-        prod(a.size for a in group) != n for group, n in zip(source.axes, shape, strict=True)
-    ):
+    if any(prod(a.size for a in group) != n for group, n in zip(source.axes, shape, strict=True)):
         parted = parted or by
     return replace(source, axes=tuple(axes), parted=parted)
 

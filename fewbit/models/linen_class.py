@@ -122,7 +122,9 @@ def _init(
     params = unpack(quantize_params(variables["params"], made))
     if made.adapters:
         streams = _streams(rngs)
-        params = adapter_init.init(made, params, streams.get("params", next(iter(streams.values()))))
+        params = adapter_init.init(
+            made, params, streams.get("params", next(iter(streams.values())))
+        )
     quantized = {**variables, "params": params}
     return with_scales(quantized, empty_scales(made.scales))
 

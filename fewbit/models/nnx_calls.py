@@ -13,6 +13,7 @@ from flax import nnx
 
 from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
+from fewbit.models.nnx_adapters import dropout_key, is_adapter
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.static_scales import ScaleName, is_static_scale
@@ -40,6 +41,7 @@ class Prepared:
 
 def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Prepared:
     """The runner for a method on arguments of this form; NNX objects among them are state too."""
+    beside = dropout_key(model, provider)
     nodes: list[Any] = [model]
 
     def mark(value):
@@ -52,11 +54,11 @@ def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: 
     graphdef, state = nnx.split(tuple(nodes))
     variables = dict(nnx.to_flat_state(state))
     values = [value_of(v) for v in variables.values()]
-    dynamic, call = split_call((values, args, kwargs))
+    dynamic, call = split_call((values, args, kwargs, beside))
     base = place_of(model)
 
     def make() -> NnxRunner:
-        tree = (values, args, kwargs)
+        tree = (values, args, kwargs, beside)
         bases = (base, *map(place_of, nodes[1:]))
         return NnxRunner(model, provider, method, bases, graphdef, call, variables, tree)
 
@@ -193,7 +195,11 @@ class NnxRunner(Runner):
         base = bases[0]
         self.names = _names(bases, variables, tree)
         self.before = _input_slots(variables)
-        scales = tuple(path for path, v in variables.items() if is_scale(path, v))
+        scales = tuple(
+            path
+            for path, v in variables.items()
+            if is_scale(path, v) or is_adapter(path, v, variables)
+        )
         twin = functools.partial(_run_twin, graphdef, base, method, call, scales)
         super().__init__(
             functools.partial(twin, True),
@@ -272,14 +278,17 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
     """The parameter path of each traced leaf; None for what is no parameter of the model itself.
 
     Static scales are known in the arguments' modules too: a Site there is named by its module.
+    Adapters are beside the parameters as scales are.
     """
     kinds = list(variables.items())
 
     def name(keypath):
+        if keypath[0].idx == 3:
+            return ScaleName(keypath[1].key)
         if keypath[0].idx != 0:
             return None
         path, variable = kinds[keypath[1].idx]
-        scale = is_scale(path, variable)
+        scale = is_scale(path, variable) or is_adapter(path, variable, variables)
         if not scale and (path[0] != 0 or not isinstance(variable, nnx.Param)):
             return None
         parts = [bases[path[0]], *map(str, path[1:]), key_name(keypath[2:])]
@@ -312,7 +321,7 @@ def _run_twin(
     annotate: bool,
     dynamic: list[Any],
 ) -> _After:
-    values, args, kwargs = call.merge(dynamic)
+    values, args, kwargs, _ = call.merge(dynamic)
     nodes = nnx.merge(graphdef, values)  # a list: a Variable may hold a dict, which is no state
     # The author's code, which may scan or vmap a module, must not meet scales of another shape.
     set_aside = [(get_at(nodes, path[:-1]), path[-1]) for path in scales]

@@ -99,9 +99,12 @@ class LoraProvider(BoxedParamProvider):
         settings = (dimension_numbers, precision, preferred_element_type)
         out = super().dot_general(lhs, rhs, *settings, out_sharding=out_sharding)
         letters = product_letters(dimension_numbers, lhs.ndim, rhs.ndim)
-        return _with_adapter(out, lambda adapter: adapter_products.add_to_product(
-            adapter, letters, (lhs, rhs), out, precision, out_sharding
-        ))
+        return _with_adapter(
+            out,
+            lambda adapter: adapter_products.add_to_product(
+                adapter, letters, (lhs, rhs), out, precision, out_sharding
+            ),
+        )
 
     def einsum(
         self,
@@ -119,9 +122,12 @@ class LoraProvider(BoxedParamProvider):
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-        return _with_adapter(out, lambda adapter: adapter_products.add_to_product(
-            adapter, einsum_str, operands, out, precision, out_sharding
-        ))
+        return _with_adapter(
+            out,
+            lambda adapter: adapter_products.add_to_product(
+                adapter, einsum_str, operands, out, precision, out_sharding
+            ),
+        )
 
     def conv_general_dilated(
         self,
