@@ -32,6 +32,8 @@ from fewbit.layouts import pack as pack
 from fewbit.layouts import unpack as unpack
 from fewbit.models import plan as plan
 from fewbit.models import quantize_model as quantize_model
+from fewbit.models.adapted import apply_lora_to_model as apply_lora_to_model
+from fewbit.modes.lora import LoraProvider as LoraProvider
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
 from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
 from fewbit.modes.ptq import PtqProvider as PtqProvider
@@ -74,6 +76,9 @@ if (
     from fewbit.io.read_checkpoint import read_checkpoint as read_checkpoint
     from fewbit.io.restored_rules import restore_quantization_rules as restore_quantization_rules
     from fewbit.io.saving import save as save
+    from fewbit.lora.merging import merge_lora as merge_lora
+    from fewbit.lora.peft_reading import load_adapters as load_adapters
+    from fewbit.lora.peft_writing import save_adapters as save_adapters
     from fewbit.models.converting import to_ptq as to_ptq
     from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
     from fewbit.models.linen_drop_in import QtEinsum as QtEinsum

@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 from fewbit.modes.provider import QuantizationProvider
-from fewbit.modes.ptq import BoxedParamProvider
 
 _MSG_LATER = "fewbit.{name} is not there yet. It will {what}. Until then, {until}."
 _MSG_NEVER = "fewbit has no {name}, and needs none: {why}."
@@ -31,18 +30,12 @@ _FLOAT_TRAINING = (
     "train in float and quantize afterwards: quantize_model(model, PtqProvider(rules)); gradients "
     "through a quantized model are straight-through"
 )
-_ADAPTERS = (
-    "train the float leaves of a quantized model: fewbit.split_trainable for functions and Linen, "
-    "fewbit.float_params() for NNX"
-)
 _ROUND_TO_NEAREST = (
     "use quantize_params with a smaller tile_size or weight_calibration_method='mse', which lower "
     "the error without data"
 )
 
 LATER = {
-    "LoraProvider": Later("add low-rank adapters over a quantized base (LoRA, QLoRA)", _ADAPTERS),
-    "apply_lora_to_model": Later("add low-rank adapters to a model", _ADAPTERS),
     "OdmlQatProvider": Later("train a model for export to LiteRT", _FLOAT_TRAINING),
     "OdmlConversionProvider": Later(
         "convert a model for export to LiteRT", "export the float model and quantize it there"
@@ -122,6 +115,10 @@ LAZY = {
     "CheckpointError": ("fewbit.io.errors", "CheckpointError"),
     "inspect": ("fewbit.io.inspecting", "inspect"),
     "verify": ("fewbit.io.inspecting", "verify"),
+    "lora": ("fewbit.lora", None),
+    "load_adapters": ("fewbit.lora.peft_reading", "load_adapters"),
+    "merge_lora": ("fewbit.lora.merging", "merge_lora"),
+    "save_adapters": ("fewbit.lora.peft_writing", "save_adapters"),
     "load": ("fewbit.io.loading", "load"),
     "save": ("fewbit.io.saving", "save"),
     "Statistics": ("fewbit.observed", "Statistics"),
@@ -156,10 +153,6 @@ class _NotYet:
         raise NotImplementedError(message(name))
 
 
-class LoraProvider(_NotYet, BoxedParamProvider):
-    """Adapters over a quantized base."""
-
-
 class OdmlQatProvider(_NotYet, QuantizationProvider):
     """Training for LiteRT."""
 
@@ -173,7 +166,7 @@ class SparsityRule(_NotYet):
 
 
 _CLASSES = (
-    *(LoraProvider, OdmlQatProvider, OdmlConversionProvider),
+    *(OdmlQatProvider, OdmlConversionProvider),
     SparsityRule,
 )
 

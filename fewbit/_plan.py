@@ -22,6 +22,7 @@ from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, get_scale_shape
 
 if TYPE_CHECKING:
+    from fewbit._plan_adapter import AdapterPlan
     from fewbit._plan_diff import PlanDiff
     from fewbit.rules import QuantizationRule
 
@@ -246,9 +247,11 @@ class Plan:
     kind: str = "function"
     methods: tuple[str, ...] = ("__call__",)
     scales: tuple[ScalePlan, ...] = ()
+    adapters: tuple[AdapterPlan, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("rules", "sites", "leaves", "notes", "unmatched_rules", "methods", "scales"):
+        lists = ("rules", "sites", "leaves", "notes", "unmatched_rules", "methods", "scales")
+        for name in (*lists, "adapters"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     # Plans travel as static arguments of jit, which hashes them at every call.

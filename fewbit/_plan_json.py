@@ -1,9 +1,11 @@
 """Plans as JSON. The document carries a format version; reading checks every field it needs.
 
 {"format": "fewbit-plan", "version": 1, "kind": "linen", "methods": [...], "rules": [...],
- "sites": [...], "leaves": [...], "notes": [...], "unmatched_rules": [...], "scales": [...]}
+ "sites": [...], "leaves": [...], "notes": [...], "unmatched_rules": [...], "scales": [...],
+ "adapters": [...]}
 
-"scales" (static activation scales) may be missing: plans written before there were any lack it.
+"scales" (static activation scales) and "adapters" may be missing: plans written before there were
+any lack them.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fewbit._plan import ArrayInfo, LeafPlan, Plan, ScalePlan, Site, SitePlan
+from fewbit._plan_adapter import AdapterPlan
 from fewbit._rule_checks import nearest
 from fewbit.numerics import qtype_name
 from fewbit.qarray import HowToQuantize
@@ -45,6 +48,7 @@ def plan_to_json(plan: Plan) -> str:
         "notes": list(plan.notes),
         "unmatched_rules": list(plan.unmatched_rules),
         "scales": [_leaf_to_dict(scale, plan.rules) for scale in plan.scales],
+        "adapters": [_with_rule(adapter, plan.rules) for adapter in plan.adapters],
     }
     return json.dumps(document, indent=1, allow_nan=False)
 
@@ -77,12 +81,15 @@ def plan_from_json(text: str) -> Plan:
     rules = _list_of(rule_from_dict)(fields.get("rules", []), "rules")
     read_leaf = _dataclass(LeafPlan, {**_LEAF, "rule": _rule_reader(rules)})
     read_scale = _dataclass(ScalePlan, {**_SCALE, "rule": _rule_reader(rules)})
-    fields.setdefault("scales", [])
+    read_adapter = _dataclass(AdapterPlan, {**_ADAPTER, "rule": _rule_reader(rules)})
+    for late in ("scales", "adapters"):
+        fields.setdefault(late, [])
     readers = {
         **_PLAN,
         "rules": lambda _, __: rules,
         "leaves": _list_of(read_leaf),
         "scales": _list_of(read_scale),
+        "adapters": _list_of(read_adapter),
     }
     return _dataclass(Plan, readers)(fields, "plan")
 
@@ -90,12 +97,18 @@ def plan_from_json(text: str) -> Plan:
 def _leaf_to_dict(
     leaf: LeafPlan | ScalePlan, rules: tuple[QuantizationRule, ...]
 ) -> dict[str, Any]:
-    fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-    fields["how"] = None if leaf.how is None else how_to_dict(leaf.how)
-    if leaf.rule is not None:
+    return {
+        **_with_rule(leaf, rules),
+        "how": None if leaf.how is None else how_to_dict(leaf.how),
+    }
+
+
+def _with_rule(part: Any, rules: tuple[QuantizationRule, ...]) -> dict[str, Any]:
+    fields = {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    if part.rule is not None:
         # Thousands of leaves may share a rule: its number in the list is enough.
-        shared = leaf.rule in rules
-        fields["rule"] = rules.index(leaf.rule) if shared else rule_to_dict(leaf.rule)
+        shared = part.rule in rules
+        fields["rule"] = rules.index(part.rule) if shared else rule_to_dict(part.rule)
     return fields
 
 
@@ -250,6 +263,19 @@ _SCALE: dict[str, Reader] = {
     "site": _STR,
     "how": how_from_dict,
     "shape": _SHAPE,
+    "dtype": _STR,
+}
+_GROUPS = _list_of(_SHAPE)
+_ADAPTER: dict[str, Reader] = {
+    "leaf": _STR,
+    "site": _STR,
+    "op": _STR,
+    "shape": _SHAPE,
+    "split": _SHAPE,
+    "stack": _GROUPS,
+    "batch": _GROUPS,
+    "inner": _GROUPS,
+    "outer": _GROUPS,
     "dtype": _STR,
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fewbit._plan import LeafPlan, Plan, SitePlan
+from fewbit._plan_adapter import AdapterPlan
 from fewbit._text import (
     COMFORT,
     MIN_WIDTH,
@@ -41,6 +42,7 @@ class Row:
     cells: tuple[str, ...]
     bytes_before: int
     bytes_after: int
+    adapter_bytes: int = 0
     runs_on: str = ""
     remark: str = ""
     count: int = 1
@@ -110,7 +112,10 @@ def site_rows(plan: Plan) -> list[Row]:
     """A row for every Site, in the order of the model."""
     leaves = {leaf.path: leaf for leaf in plan.leaves}
     training = _header(plan) is _TRAINING
-    return [_row(site, leaves, training) for site in plan.sites]
+    adapters = {adapter.leaf: adapter for adapter in plan.adapters}
+    return [
+        _row(site, leaves, adapters.get(site.site.weight or ""), training) for site in plan.sites
+    ]
 
 
 def _header(plan: Plan) -> tuple[str, ...]:
@@ -118,14 +123,22 @@ def _header(plan: Plan) -> tuple[str, ...]:
     return _TRAINING if trains else _HEADER
 
 
-def _row(planned: SitePlan, leaves: dict[str, LeafPlan], training: bool) -> Row:
+def _row(
+    planned: SitePlan,
+    leaves: dict[str, LeafPlan],
+    adapter: AdapterPlan | None,
+    training: bool,
+) -> Row:
     site = planned.site
     leaf = leaves.get(site.weight) if site.weight is not None else None
     shape = leaf.shape if leaf else _weight_shape(planned)
     types = f"{planned.weight_qtype or '-'} x {planned.act_qtype or '-'}"
     if planned.act_mode == "static":
         types += " static"
-    reason = () if planned.reason is None else (planned.reason,)
+    shown = planned.quantized or adapter is not None
+    if adapter is not None:
+        types += f" + r{adapter.rank}"
+    reason = () if shown else (planned.reason or "",)
     prefix = "" if site.method == "__call__" else f"{site.method}."
     return Row(
         parts=tuple(re.split(r"(\d+)(?=/|$)", prefix + site.path)),
@@ -133,13 +146,14 @@ def _row(planned: SitePlan, leaves: dict[str, LeafPlan], training: bool) -> Row:
             site.op_id,
             "x".join(map(str, shape)) if shape is not None else "-",
             "-" if planned.rule is None else str(planned.rule),
-            types if planned.quantized else "-",
+            types if shown else "-",
             *((planned.dlhs or "-", planned.drhs or "-") if training else ()),
             planned.granularity if planned.quantized else "-",
         ),
         bytes_before=leaf.bytes_before if leaf else 0,
         bytes_after=leaf.bytes_after if leaf else 0,
-        runs_on=planned.runs_on if planned.quantized else "",
+        adapter_bytes=adapter.bytes if adapter is not None else 0,
+        runs_on=planned.runs_on if shown else "",
         remark="; ".join((*reason, *planned.notes)),
     )
 
@@ -177,6 +191,7 @@ def _fold_at(rows: Iterable[Row], at: int) -> list[Row]:
                 row.remark,
                 row.bytes_before,
                 row.bytes_after,
+                row.adapter_bytes,
                 row.count,
             )
         groups.setdefault(key, []).append(row)
@@ -191,6 +206,7 @@ def _merge(group: list[Row], at: int) -> Row:
         parts=(*first.parts[:at], number_ranges(numbers), *first.parts[at + 1 :]),
         bytes_before=sum(row.bytes_before for row in group),
         bytes_after=sum(row.bytes_after for row in group),
+        adapter_bytes=sum(row.adapter_bytes for row in group),
         count=sum(row.count for row in group),
     )
 
@@ -218,6 +234,8 @@ def _cells(
         size = human_bytes(row.bytes_before) if row.bytes_before else "-"
     else:
         size = f"{human_bytes(row.bytes_before)} → {human_bytes(row.bytes_after)}"
+    if row.adapter_bytes:
+        size += f" + {human_bytes(row.adapter_bytes)}"
     last = "; ".join(filter(None, (row.runs_on, row.remark)))
     if footnotes is not None and row.remark and (row.runs_on or len(last) > _SHORT_REASON):
         number = footnotes.setdefault(row.remark, len(footnotes) + 1)
@@ -337,7 +355,13 @@ def _total_lines(plan: Plan, width: int) -> list[str]:
     weights += f", {t.bits_per_weight:.2f} bits each" if t.quantized_parameters else ""
     size = f"{human_bytes(t.bytes_before)} → {human_bytes(t.bytes_after)}"
     size += f", {t.ratio:.2f}x smaller" if t.bytes_after < t.bytes_before else ""
-    named = (("sites", sites), ("parameters", weights), ("bytes", size))
+    named = [("sites", sites), ("parameters", weights), ("bytes", size)]
+    if plan.adapters:
+        ranks = ", ".join(map(str, sorted({adapter.rank for adapter in plan.adapters})))
+        total = sum(adapter.bytes for adapter in plan.adapters)
+        named.append(
+            ("adapters", f"{len(plan.adapters)} of rank {ranks} (r), {human_bytes(total)} to train")
+        )
     lines = ["totals"]
     for name, text in named:
         lines += wrap(text, width, " " * 15, f"  {name:<13}")

@@ -20,7 +20,8 @@ class CurrentSite:
 
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
     the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
-    is the key of the Site's stochastic rounding, `weight` the operand that is a parameter.
+    is the key of the Site's stochastic rounding, `weight` the operand that is a parameter, and
+    `adapter` the low-rank adapter of that, if it has one.
     """
 
     site: Site
@@ -30,6 +31,7 @@ class CurrentSite:
     finish: tuple[Any, str | None] = (None, None)
     noise: Any = None
     weight: int | None = None
+    adapter: Any = None
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)

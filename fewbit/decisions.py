@@ -135,7 +135,7 @@ def weight_operand(ts: TracedSite) -> int | None:
 def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
     """How the Site's weight would be stored, in the axes of its parameter."""
     side = weight_operand(ts)
-    if side is None:
+    if side is None or rule.weight_qtype is None:
         return None
     origin: Origin = ts.sources[side]  # type: ignore[assignment]
     fields = dict(

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from fewbit import current
+from fewbit.adapter_run import Adapters, check_adapters
+from fewbit.adapters import abstract_adapters, planned_adapters
 from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import bind, forwards
@@ -180,6 +182,8 @@ class Runner:
             if self.root or ts.site.weight is None or self.provider.trains:
                 return self.provider.rule_for(ts.site.path, ts.site.op)
             rule = carried.get(ts.site.weight)  # a weight that the model kept float stays float
+            if rule is None and self.provider.adapts:  # unless it has an adapter
+                rule = self.provider.adapter_rule(ts.site.weight, ts.site.op)
             return next((i for i, r in enumerate(self.provider.rules) if r == rule), None), rule
 
         return find
@@ -237,6 +241,9 @@ class Runner:
                 check_something(program, values, decisions, self.provider, self.what)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
             say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
+        if self.provider.adapts:
+            plans = planned_adapters([traced.program], [decisions])
+            check_adapters(plans, traced.scales, self.provider.strict)
         return traced, decisions
 
     def check_trains(self, traced: Traced, decisions: dict[str, Decision]) -> None:
@@ -274,10 +281,13 @@ class Runner:
         collecting: bool = False,
     ) -> Interpreter:
         static = StaticScales(scales)
-        sites = SiteRunner(self.provider, decisions, report, static, collecting)
+        adapters = Adapters(static=static)
+        if self.provider.adapts:
+            adapters.plans = planned_adapters([program], [decisions])
+        sites = SiteRunner(self.provider, decisions, report, static, adapters, collecting)
         return Interpreter(
             sites,
-            lambda ts: decisions[ts.site.id].rule is not None,
+            lambda ts: decisions[ts.site.id].rule is not None or ts.site.weight in adapters.plans,
             sites.finishes,
             shortcuts=any(d.rule is not None for d in decisions.values()),
             static=static,
@@ -313,6 +323,9 @@ class Runner:
         ]
 
         scales = abstract_scales(planned_scales([traced.program], [decisions]))
+        if self.provider.adapts:
+            dtypes = {leaf.path: leaf.dtype for leaf in traced.leaves if leaf}
+            scales |= abstract_adapters(planned_adapters([traced.program], [decisions], dtypes))
 
         def go(values, scales):
             if trains:

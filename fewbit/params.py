@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit._plan import Plan, ScalePlan
+from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
 from fewbit.observed import Statistics
@@ -82,6 +83,12 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
+    if isinstance(params, LoraParams):
+        allowed = dict(
+            allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
+        )
+        rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
+        return LoraParams(rest, params.adapters)
     template = _Template(abstract_quantized_params, allow_extra_params)
 
     seen = []
@@ -128,6 +135,7 @@ class _Template:
 
     def __init__(self, source: Any, allow_extra: bool):
         self.allow_extra, self.whole = allow_extra, isinstance(source, Plan)
+        self.adapters: set[str] = set()  # may be there already, or come later
         self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...] | None, Any]]
         self.scales: dict[str, ScalePlan] = {}
         self.by_site = isinstance(source, QuantizedParams)
@@ -142,6 +150,9 @@ class _Template:
                 )
                 for leaf in source.leaves
             }
+            for adapter in source.adapters:
+                self.leaves |= {n: (None, shape, None) for n, shape in adapter.shapes.items()}
+                self.adapters |= set(adapter.names)
             return
         if isinstance(source, QuantizedParams):
             for site, entries in source.act_scales.items():
@@ -179,7 +190,8 @@ class _Template:
 
     def check_complete(self, seen: list[str]) -> None:
         """A plan is of a whole model; a template may be asked for any part."""
-        missing = [path for path in self.leaves if path not in set(seen)] if self.whole else []
+        given = {*seen, *self.adapters}
+        missing = [path for path in self.leaves if path not in given] if self.whole else []
         if not missing:
             return
         extra = [path for path in seen if path not in self.leaves]

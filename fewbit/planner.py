@@ -5,7 +5,7 @@ leaf behind it. Second, an abstract run of the interpreter on leaves so stored, 
 really happens at each Site; the plan's `runs on` column is that report, not a guess.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from fewbit import kernels
 from fewbit._plan import LeafPlan, Plan, ScalePlan, SitePlan, stored_bytes
+from fewbit._plan_adapter import AdapterPlan
 from fewbit._plan_messages import Complaint, complaints, op_name_faults, unmatched_message
+from fewbit.adapters import planned_adapters
 from fewbit.decisions import (
     Decision,
     Leaf,
@@ -29,6 +31,7 @@ from fewbit.rules import QuantizationRule
 from fewbit.static_scales import planned_scales, static_sides
 from fewbit.trace import Program, TracedSite
 
+_FLOAT_BASE = "float base with an adapter"
 _NOTE_SLOW = "slow: XLA runs this slower than float32 on this CPU; it saves memory, not time"
 
 
@@ -67,14 +70,24 @@ def _make_plan(
     if provider.quantizes_params or provider.trains:
         requests = storage([p for _, p in programs], decisions, complaint)
         scales = planned_scales([p for _, p in programs], decisions, complaint)
+    adapters: dict[str, AdapterPlan] = {}
+    if provider.adapts:
+        dtypes = {leaf.path: jnp.dtype(leaf.dtype) for leaf in leaves}
+        adapters = planned_adapters([p for _, p in programs], decisions, dtypes, complaint)
     rows: list[SitePlan] = []
     notes: list[str] = []
     for k, (_, program) in enumerate(programs):
         ran, dequantized = observe(k, requests)
+        decided = decisions[k]
         rows += [
-            _row(ts, decisions[k][ts.site.id], requests, ran, provider) for ts in program.sites
+            _row(ts, decided[ts.site.id], requests, ran, adapters, provider) for ts in program.sites
         ]
         notes += program.opaque
+        notes += [
+            f"'{leaf}' is also read by {primitive}: without its adapter there"
+            for leaf, primitive in program.read
+            if leaf in adapters
+        ]
         notes += [
             f"'{leaf}' is also read by {primitive}: dequantized there"
             for leaf, primitive in dict.fromkeys(dequantized)
@@ -103,6 +116,7 @@ def _make_plan(
         kind=kind,
         methods=tuple(methods),
         scales=scales,
+        adapters=tuple(adapters.values()),
     )
     if unmatched:
         complaint(unmatched_message(plan, [provider.rules[i] for i in unmatched]))
@@ -116,6 +130,7 @@ def _row(
     decision: Decision,
     requests: dict[str, Request],
     ran: dict[str, str],
+    adapters: Mapping[str, AdapterPlan],
     provider: Any,
 ) -> SitePlan:
     site, rule = ts.site, decision.rule
@@ -132,6 +147,18 @@ def _row(
             runs_on=f"xla {ran.get(site.id, 'gather')}",
             reason=None,
             notes=note,
+        )
+    adapted = site.weight in adapters and weight_operand(ts) is not None
+    if adapted and stored is None and (rule is not None or site.op == "take"):
+        return SitePlan(
+            site=site,
+            rule=decision.rule_index,
+            weight_qtype=None,
+            act_qtype=None,
+            act_mode=None,
+            granularity="",
+            runs_on="float",
+            reason=_FLOAT_BASE,
         )
     if rule is None:
         reason = decision.reason or "no rule matches"

@@ -8,7 +8,7 @@ scan-stacked weight) simply has no atom there.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fewbit._qarray_atoms import Atom as Atom
 from fewbit._qarray_atoms import reshape_axes as reshape_axes
@@ -17,18 +17,25 @@ from fewbit._qarray_atoms import whole_axes
 
 @dataclass(frozen=True)
 class Origin:
-    """An array that is a parameter leaf up to layout; `axes[i]` are the atoms of its axis i."""
+    """An array that is a parameter leaf up to layout; `axes[i]` are the atoms of its axis i.
+
+    `picked` are the layer scans that took one entry of the leaf each, outermost first: the depth of
+    the scan, and the atoms it went over. `parted` names the primitive that left out or turned round
+    a part of the leaf.
+    """
 
     leaf: str
     leaf_shape: tuple[int, ...]
     axes: tuple[tuple[Atom, ...], ...]
+    picked: tuple[tuple[int, tuple[Atom, ...]], ...] = ()
+    parted: str | None = None
 
     @staticmethod
     def of_leaf(leaf: str, shape: Sequence[int]) -> "Origin":
         return Origin(leaf, tuple(shape), whole_axes(shape))
 
     def with_axes(self, axes: Sequence[tuple[Atom, ...]]) -> "Origin":
-        return Origin(self.leaf, self.leaf_shape, tuple(axes))
+        return replace(self, axes=tuple(axes))
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,11 @@ class LoraRule(QuantizationRule):
         self._store("lora_a_initializer", _check_initializer)
         self._store("lora_b_initializer", _check_initializer)
 
+    @property
+    def switched_off(self) -> bool:
+        """Never: without `weight_qtype` the adapter stands over a float base."""
+        return False
+
 
 def _check_qt_config(where: str, field: str, value: Any) -> FrozenMapping | None:
     if value is None:

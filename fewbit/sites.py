@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from fewbit import current, jaxprs
+from fewbit import adapter_products, current, jaxprs
 from fewbit._plan_messages import PlanError
+from fewbit.adapter_run import Adapters
 from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.static_run import StaticScales
@@ -34,6 +35,7 @@ class SiteRunner:
     decisions: Mapping[str, Decision]
     report: Callable[[str, str], None] = lambda site_id, text: None
     static: StaticScales = field(default_factory=StaticScales)
+    adapters: Adapters = field(default_factory=Adapters)
     collecting: bool = False  # whether the batch counts among what static scales are made from
 
     def finishes(self, ts: TracedSite) -> bool:
@@ -57,15 +59,15 @@ class SiteRunner:
             for k, v in enumerate(ins)
         ]
         method = getattr(self.provider, _METHODS[site.op])
-        scales = self.scales(ts, rule, operands)
         here = current.CurrentSite(
             site,
             rule,
             self.reporter(site.id, method),
-            scales,
+            self.scales(ts, rule, operands),
             finish,
             noise_key(self.static.noise, site.id, operands[:2]),
             stored,
+            self.adapters.at(ts),
         )
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
@@ -93,6 +95,12 @@ class SiteRunner:
         return lambda text: self.report(site_id, f"{name} ({text})")
 
     def look_up(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
+        rows, adapter = self.rows(ts, ins), self.adapters.at(ts)
+        if adapter is None:
+            return rows
+        return adapter_products.add_to_rows(adapter, ts.eqn, ins[1], rows)
+
+    def rows(self, ts: TracedSite, ins: Sequence[Any]) -> Any:
         self.report(ts.site.id, "gather")
         if not is_weight(ins[0]):
             return jaxprs.bind(ts.eqn, ins)[0]

@@ -8,7 +8,7 @@ itself.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -32,6 +32,7 @@ class TracedSite:
     sources: tuple[Source, ...]
     where: Where
     layers: tuple[int, ...] = ()  # lengths of the layer scans around it, outermost first
+    in_rule: str | None = None  # the primitive around it whose author wrote the derivative
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class Program:
     root: Node
     sites: tuple[TracedSite, ...]
     opaque: tuple[str, ...]
+    read: tuple[tuple[str, str], ...] = ()  # (leaf, primitive) where a weight is read as numbers
 
 
 def analyse(
@@ -89,7 +91,8 @@ def analyse(
         Origin.of_leaf(*leaf) if isinstance(leaf, tuple) else leaf for leaf in leaves
     ]
     node, _ = walk.body(closed, sources, "", 1)
-    return Program(node, tuple(node.walk_sites()), tuple(walk.opaque))
+    read = tuple(dict.fromkeys(walk.read))
+    return Program(node, tuple(node.walk_sites()), tuple(walk.opaque), read)
 
 
 class _Walk:
@@ -100,6 +103,8 @@ class _Walk:
         self.numbers: Counter[tuple[str, str]] = Counter()
         self.opaque: list[str] = []
         self.layers: tuple[int, ...] = ()
+        self.read: list[tuple[str, str]] = []
+        self.in_rule: str | None = None
 
     def body(
         self, closed: Any, sources: Sequence[Source], stack: str, trips: int
@@ -140,6 +145,7 @@ class _Walk:
         """An ordinary equation: its result is a changed weight if it reads nothing else."""
         data = [s for s, v in zip(ins, eqn.invars, strict=True) if not jaxprs.is_literal(v)]
         weights = [s for s in data if isinstance(s, Origin | Changed)]
+        self.read += [(s.leaf, eqn.primitive.name) for s in weights if isinstance(s, Origin)]
         if weights and all(isinstance(s, Origin | Changed | Constant) for s in data):
             first = weights[0]
             what = first.primitive if isinstance(first, Changed) else eqn.primitive.name
@@ -183,12 +189,16 @@ class _Walk:
         if name == "shard_map":  # inside, shapes are one shard's; outside, they are whole again
             inner = jaxprs.open_jaxpr(bodies[0]).invars
             shards = [
-                _sliced(s, v.aval.shape) if isinstance(s, Origin) else s
+                _sliced(s, v.aval.shape, name) if isinstance(s, Origin) else s
                 for s, v in zip(ins, inner, strict=True)
             ]
             node, outs = self.body(bodies[0], shards, stack, trips)
             return (node,), [None] * len(outs)
+        outside = self.in_rule
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            self.in_rule = outside or name
         node, outs = self.body(bodies[0], ins, stack, trips)
+        self.in_rule = outside
         return (node,), outs
 
     def scan(
@@ -197,7 +207,8 @@ class _Walk:
         p = jaxprs.scan_params(eqn)
         nc, nk = p.num_consts, p.num_carry
         carry = _fixed_carry(p.body, nc, ins[nc : nc + nk])
-        layers = [s.with_axes(s.axes[1:]) if isinstance(s, Origin) else s for s in ins[nc + nk :]]
+        depth = len(self.layers)
+        layers = [_picked(s, depth) if isinstance(s, Origin) else s for s in ins[nc + nk :]]
         per_layer = any(isinstance(s, Origin | Changed) for s in layers)
         outside = self.layers
         self.layers += (p.length,) * per_layer
@@ -237,7 +248,7 @@ class _Walk:
             weight_side=None if side is None else ("lhs", "rhs")[side],
             spec=place.einsum or _spec(eqn),
         )
-        return TracedSite(site, eqn, sources, place, self.layers)
+        return TracedSite(site, eqn, sources, place, self.layers, self.in_rule)
 
     def path_of(self, place: Where, weight: str | None) -> str:
         if self.site_path == "leaf":
@@ -245,6 +256,12 @@ class _Walk:
         if weight is None or (place.in_module and self.site_path != "owner"):
             return place.path
         return weight.rpartition("/")[0]
+
+
+def _picked(source: Origin, depth: int) -> Origin:
+    """One entry of a stacked leaf, as the body of a scan sees it."""
+    step = (depth, source.axes[0])
+    return replace(source, axes=source.axes[1:], picked=(*source.picked, step))
 
 
 def _fixed_carry(body: Any, first: int, sources: Sequence[Source]) -> list[Source]:
@@ -347,10 +364,14 @@ def _broadcast(eqn: Eqn, ins: Sequence[Any]) -> Moved:
 
 
 def _slice(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    return [_sliced(ins[0], v.aval.shape) for v in eqn.outvars]
+    return [_sliced(ins[0], v.aval.shape, eqn.primitive.name) for v in eqn.outvars]
 
 
-def _sliced(source: Origin, shape: Sequence[int]) -> Origin:
+def _reversed(eqn: Eqn, ins: Sequence[Any]) -> Moved:
+    return [replace(ins[0], parted=ins[0].parted or "rev")]
+
+
+def _sliced(source: Origin, shape: Sequence[int], by: str) -> Origin:
     """Part of an axis: its atoms keep their axis; a merged axis that is cut keeps only its size."""
     axes = []
     for group, size in zip(source.axes, shape, strict=True):
@@ -359,7 +380,10 @@ def _sliced(source: Origin, shape: Sequence[int]) -> Origin:
         axes.append(
             group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ()
         )
-    return source.with_axes(axes)
+    parted = source.parted
+    if any(prod(a.size for a in group) != n for group, n in zip(source.axes, shape, strict=True)):
+        parted = parted or by
+    return replace(source, axes=tuple(axes), parted=parted)
 
 
 LAYOUT: Mapping[str, Any] = {
@@ -368,7 +392,7 @@ LAYOUT: Mapping[str, Any] = {
     "reshape": _reshape,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
-    "rev": _same,
+    "rev": _reversed,
     "slice": _slice,
     "dynamic_slice": _slice,
     "split": _slice,

@@ -1,6 +1,5 @@
 """Arguments of a wrong kind or in a wrong order: told by name, and never by printing arrays."""
 
-import warnings
 
 import flax.linen as nn
 import jax

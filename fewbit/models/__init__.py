@@ -40,6 +40,12 @@ def is_keras(model: Any) -> bool:
     return keras is not None and isinstance(model, keras.Layer)
 
 
+def is_nnx(model: Any) -> bool:
+    """Whether this is a Flax NNX module."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
+
+
 def front_end(model: Any) -> Any:
     """The module of `fewbit.models` that handles this model."""
     if "flax.serialization" in sys.modules:

@@ -1,6 +1,7 @@
 """Plain functions `f(params, *args)`, params any pytree: Equinox, Haiku or hand-written models."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,8 @@ import jax
 
 from fewbit import trained_statistics
 from fewbit._plan import Plan
+from fewbit.adapter_run import DROPOUT
+from fewbit.adapter_trees import split_adapters
 from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
 from fewbit.models.planning import FloatRun, plan_runs
@@ -32,12 +35,12 @@ _NOTE_ONE_ARRAY = (
 
 
 def _name(keypath: tuple[Any, ...]) -> str | None:
-    """Parameters are the leaves of the first argument; their static scales come last."""
-    if keypath[0].idx == 4:
-        return NOISE
+    """Parameters are the leaves of the first argument; what rides beside them comes last."""
     if keypath[0].idx == 5:
         site, side, key = (k.key for k in keypath[1:])
         return ScaleName(trained_statistics.entry(name_of_site(site, side), key))
+    if keypath[0].idx == 4:
+        return ScaleName(keypath[1].key)
     if keypath[0].idx == 3:
         side, _, end = str(keypath[2].key).partition("_")
         return ScaleName(f"{name_of_site(keypath[1].key, side)}_{end}")
@@ -71,6 +74,11 @@ def last_call(model: Any) -> tuple[tuple, dict] | None:
     return args, kwargs
 
 
+def _without_adapters(provider: Any, params: Any) -> tuple[Any, dict[str, Any]]:
+    """Parameters as the function knows them, and the adapters among them."""
+    return split_adapters(params) if provider.adapts else (params, {})
+
+
 class QuantizedFunction:
     """A function whose first argument is a parameter tree with quantized leaves.
 
@@ -84,8 +92,26 @@ class QuantizedFunction:
 
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
-        runner, dynamic = call_runner(self, params, args, kwargs)
+        kwargs, keys = self.keys(kwargs)
+        runner, dynamic = call_runner(self, params, args, kwargs, keys)
         return self.provider.process_model_output("__call__", runner(dynamic))
+
+    def keys(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Keys that are not the function's own arguments, taken out of them.
+
+        The adapters' dropout has its key in `rngs={'dropout': key}` (without one there is none),
+        stochastic rounding in `stochastic_rounding=key`.
+        """
+        if self.provider.draws_noise and STREAM in kwargs:
+            kwargs = dict(kwargs)
+            return kwargs, {NOISE: kwargs.pop(STREAM)}
+        rngs = kwargs.get("rngs")
+        wanted = self.provider.adapts and self.provider.has_dropout
+        if not wanted or not isinstance(rngs, Mapping) or "dropout" not in rngs:
+            return kwargs, {}
+        if "rngs" not in inspect.signature(self.function).parameters:
+            kwargs = {name: value for name, value in kwargs.items() if name != "rngs"}
+        return kwargs, {DROPOUT: rngs["dropout"]}
 
     def collecting(
         self, params: Any, quant_stats: Any, *args: Any, **kwargs: Any
@@ -97,7 +123,8 @@ class QuantizedFunction:
         """
         if not self.provider.collects:
             raise ValueError(_MSG_COLLECTS.format(provider=type(self.provider).__name__))
-        runner, dynamic = call_runner(self, params, args, kwargs, quant_stats)
+        kwargs, keys = self.keys(kwargs)
+        runner, dynamic = call_runner(self, params, args, kwargs, keys, quant_stats)
         out, found = runner.collecting(dynamic)
         stats: dict[str, dict[str, Any]] = {}
         for name, stat in found.items():
@@ -130,18 +157,14 @@ def call_runner(
     params: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    beside: Mapping[str, Any] = {},
     stats: Any = None,
 ) -> tuple[Runner, list[Any]]:
-    """The runner for one way of calling a function, and the leaves to call it with.
-
-    A function that trains takes the key of its stochastic rounding as an argument of its own.
-    """
+    """The runner for one way of calling a function, and the leaves to call it with."""
+    params, adapters = _without_adapters(quantized.provider, params)
     params, scales = _split(params)
-    key = None
-    if quantized.provider.trains and STREAM in kwargs:
-        kwargs = dict(kwargs)
-        key = kwargs.pop(STREAM)
-    dynamic, call = split_call((params, args, kwargs, scales, key, stats or {}), _name)
+    tree = (params, args, kwargs, scales, {**adapters, **beside}, stats or {})
+    dynamic, call = split_call(tree, _name)
     runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
     return runner, dynamic
 
@@ -150,7 +173,8 @@ def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
     """Runners of the float function: `(method, args, kwargs)` to one and its leaves."""
     if isinstance(function, QuantizedFunction):
         function = function.function
-    twin, params = QuantizedFunction(function, provider), _split(params)[0]
+    params = _split(_without_adapters(provider, params)[0])[0]
+    twin = QuantizedFunction(function, provider)
 
     def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
         return call_runner(twin, params, args, kwargs)
@@ -191,8 +215,10 @@ def plan(
             "jax.ShapeDtypeStruct) do."
         )
     params, *args = inputs
+    params = _split(_without_adapters(provider, params)[0])[0]
     twin = QuantizedFunction(function, provider)
-    runner, dynamic = call_runner(twin, _split(params)[0], tuple(args), kwargs)
+    kwargs, _ = twin.keys(kwargs)
+    runner, dynamic = call_runner(twin, params, tuple(args), kwargs)
     made = plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]
     if is_array(params) and any(isinstance(a, Mapping) and jax.tree.leaves(a) for a in args):
         made = replace(made, notes=(*made.notes, _NOTE_ONE_ARRAY))

@@ -18,6 +18,8 @@ from flax.core import DenyList
 
 from fewbit import current
 from fewbit._plan import Plan
+from fewbit.adapter_run import DROPOUT
+from fewbit.adapter_trees import put_adapters, split_adapters, weight_of
 from fewbit.calls import Cache, Call, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
@@ -152,7 +154,10 @@ def make_run(
     options: Options,
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling `apply`, and the leaves to call it with."""
-    variables, scales = without_scales(variables)
+    variables, scales = without_scales(variables, provider.adapts)
+    scales = {name: unboxed(v) if is_box(v) else v for name, v in scales.items()}
+    if provider.adapts and provider.has_dropout and isinstance(rngs, Mapping) and "dropout" in rngs:
+        scales[DROPOUT] = rngs["dropout"]
     stats: Any = {}
     if provider.trains and isinstance(variables, Mapping):  # no module of the twin knows them
         stats = variables.get(STATISTICS, {})
@@ -260,11 +265,14 @@ def _name(keypath: tuple[Any, ...]) -> str | None:
     return key_name(tuple(k for k in keypath[2:] if not isinstance(k, jax.tree_util.GetAttrKey)))
 
 
-def without_scales(variables: Any) -> tuple[Any, dict[str, Any]]:
-    """Variables without static scales, which no module of the float twin knows, and these."""
+def without_scales(variables: Any, adapters: bool = False) -> tuple[Any, dict[str, Any]]:
+    """Variables without what no module of the float twin knows, static scales and adapters."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         return variables, {}
     params, scales = split_scales(variables["params"])
+    if adapters:
+        params, found = split_adapters(params)
+        scales |= found
     return ({**variables, "params": params}, scales) if scales else (variables, {})
 
 
@@ -274,7 +282,9 @@ def with_scales(variables: Any, scales: Mapping[str, Any]) -> Any:
         return variables
     params = variables["params"]
     for name, value in scales.items():
-        params = insert(params, name, value)
+        if weight_of(name) is None:
+            params = insert(params, name, value)
+    params = put_adapters(params, {n: v for n, v in scales.items() if weight_of(n) is not None})
     return {**variables, "params": params}
 
 

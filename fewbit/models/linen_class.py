@@ -14,7 +14,7 @@ import flax.linen as nn
 from flax.core import DenyList
 from flax.core.scope import in_filter, subtract_filters
 
-from fewbit import current
+from fewbit import adapter_init, current
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization
 from fewbit.models.linen import (
@@ -90,7 +90,7 @@ def _apply(
         )
     out = boxes_inside(runner(dynamic))
     if mutable is not False:  # a mutable collection 'params' comes back whole
-        out = out[0], with_scales(out[1], without_scales(variables)[1])
+        out = out[0], with_scales(out[1], without_scales(variables, provider.adapts)[1])
     return provider.process_model_output(options.method_name, out)
 
 
@@ -129,6 +129,11 @@ def _init(
         return variables
     # Plain, as the template that `eval_shape` makes of this is: one tree, whichever way it is made.
     params = unpack(quantize_params(variables["params"], made))
+    if made.adapters:
+        streams = _streams(rngs)
+        params = adapter_init.init(
+            made, params, streams.get("params", next(iter(streams.values())))
+        )
     quantized = {**variables, "params": params}
     return with_scales(quantized, empty_scales(made.scales))
 

@@ -15,8 +15,9 @@ from fewbit._plan import Plan
 from fewbit._plan_messages import PlanError
 from fewbit.engine import Runner, UntraceableModelError, is_stored
 from fewbit.layouts import unpack
-from fewbit.models import flax_serialization, nnx_calls
+from fewbit.models import flax_serialization, nnx_adapters, nnx_calls
 from fewbit.models.nnx_scopes import (
+    forget_place,
     methods_of,
     modules,
     original_class,
@@ -93,6 +94,7 @@ def quantize(
             if leaf is not None and leaf.how is not None:
                 variable.set_value(quantize_leaf(leaf.path, variable.get_value(), leaf))
         _add_scales(new, made)
+        nnx_adapters.add_adapters(new, made, rngs, provider.adapts and provider.has_dropout)
     if made is not None and provider.collects:
         _add_statistics(new, provider, inputs, methods, kwargs)
     if provider.trains and provider.draws_noise:
@@ -273,6 +275,16 @@ def quantized_class(original: type, provider: Any) -> type:
 def _with_classes(model: nnx.Module, provider: Any) -> nnx.Module:
     for _, module in modules(model):
         set_class(module, quantized_class(original_class(type(module)), provider))
+    return model
+
+
+def with_provider(model: nnx.Module, provider: Any) -> nnx.Module:
+    """The model run by another provider; by none: as its author wrote it."""
+    if provider is not None:
+        return _with_classes(model, provider)
+    for _, module in modules(model):
+        set_class(module, original_class(type(module)))
+        forget_place(module)
     return model
 
 

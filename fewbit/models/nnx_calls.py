@@ -13,6 +13,7 @@ from flax import nnx
 
 from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
+from fewbit.models.nnx_adapters import dropout_key, is_adapter
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.static_scales import NOISE, STREAM, ScaleName, is_static_scale
@@ -53,6 +54,9 @@ def prepare(
 
     `noise` is the key of stochastic rounding.
     """
+    beside = dropout_key(model, provider)
+    if noise is not None:
+        beside = {**beside, NOISE: noise}
     nodes: list[Any] = [model]
 
     def mark(value):
@@ -65,11 +69,11 @@ def prepare(
     graphdef, state = nnx.split(tuple(nodes))
     variables = dict(nnx.to_flat_state(state))
     values = [value_of(v) for v in variables.values()]
-    dynamic, call = split_call((values, args, kwargs, noise))
+    dynamic, call = split_call((values, args, kwargs, beside))
     base = place_of(model)
 
     def make() -> NnxRunner:
-        tree = (values, args, kwargs, noise)
+        tree = (values, args, kwargs, beside)
         bases = (base, *map(place_of, nodes[1:]))
         return NnxRunner(model, provider, method, bases, graphdef, call, variables, tree)
 
@@ -238,7 +242,11 @@ class NnxRunner(Runner):
         base = bases[0]
         names = _names(bases, variables, tree)
         before = _input_slots(variables)
-        scales = tuple(path for path, v in variables.items() if is_scale(path, v))
+        scales = tuple(
+            path
+            for path, v in variables.items()
+            if is_scale(path, v) or is_adapter(path, v, variables)
+        )
         twin = functools.partial(_run_twin, graphdef, base, method, call, scales)
         super().__init__(
             functools.partial(twin, True),
@@ -320,16 +328,17 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
     """The parameter path of each traced leaf; None for what is no parameter of the model itself.
 
     Static scales are known in the arguments' modules too: a Site there is named by its module.
+    Adapters are beside the parameters as scales are.
     """
     kinds = list(variables.items())
 
     def name(keypath):
         if keypath[0].idx == 3:
-            return NOISE
+            return ScaleName(keypath[1].key)
         if keypath[0].idx != 0:
             return None
         path, variable = kinds[keypath[1].idx]
-        scale = is_scale(path, variable)
+        scale = is_scale(path, variable) or is_adapter(path, variable, variables)
         if not scale and (path[0] != 0 or not isinstance(variable, nnx.Param)):
             return None
         parts = [bases[path[0]], *map(str, path[1:]), key_name(keypath[2:])]

@@ -49,6 +49,12 @@ def set_place(module: nnx.Module, path: str) -> None:
     setattr(module, _PLACE, Place(path))
 
 
+def forget_place(module: nnx.Module) -> None:
+    """The inverse of `set_place`."""
+    if hasattr(module, _PLACE):
+        delattr(module, _PLACE)
+
+
 def set_class(module: nnx.Module, cls: type) -> None:
     """Exchange a module's class."""
     object.__setattr__(module, "__class__", cls)

@@ -58,6 +58,7 @@ class QuantizationProvider:
     trains = False  # whether float weights are quantized while the model runs, for gradients
     collects = False  # whether it collects ranges of activations while it trains
     draws_noise = False  # whether it rounds stochastically, so that calls need a key
+    adapts = False  # whether weights may have low-rank adapters beside them
     refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
     def __init__(
@@ -98,7 +99,7 @@ class QuantizationProvider:
             raise TypeError(_MSG_RULES.format(found=f"{found} in it", fix=fix))
         if isinstance(rule, self.refuses):
             plain = QuantizationRule(**_common_fields(rule))
-            instead = "leave it out" if rule.switched_off else f"write {plain!r}"
+            instead = "leave it out" if rule.weight_qtype is None else f"write {plain!r}"
             name = type(self).__name__
             raise TypeError(_MSG_REFUSED.format(provider=name, rule=rule, instead=instead))
         return rule

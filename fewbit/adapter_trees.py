@@ -1,0 +1,121 @@
+"""Adapters in parameter trees: `<w>_lora_a` and `<w>_lora_b` beside the weight `<w>`.
+
+Dicts, lists and tuples hold adapters where the weight lies. A tree of another kind (an Equinox
+module, a list of arrays) has no room for them: `LoraParams` holds both.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from fewbit._plan_adapter import LORA_A, LORA_B
+from fewbit.adapter_params import LoraParams
+from fewbit.calls import key_name
+from fewbit.engine import is_stored
+from fewbit.params import is_box
+
+SUFFIXES = (LORA_A, LORA_B)
+
+
+def weight_of(name: str) -> str | None:
+    """The parameter whose adapter has this name; None for a name that is no adapter's.
+
+    >>> weight_of('up/kernel_lora_a'), weight_of('up/kernel')
+    ('up/kernel', None)
+    """
+    ending = next((end for end in SUFFIXES if name.endswith(end)), None)
+    return None if ending is None else name.removesuffix(ending)
+
+
+def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
+    """A tree without its adapters, and these by full name.
+
+    >>> split_adapters({'up': {'w': 1, 'w_lora_a': 2, 'w_lora_b': 3}})
+    ({'up': {'w': 1}}, {'up/w_lora_a': 2, 'up/w_lora_b': 3})
+    """
+    if isinstance(tree, LoraParams):
+        rest, found = split_adapters(tree.params)
+        return rest, {**found, **tree.adapters}
+    found = {}
+
+    def without(node: Any, path: str) -> Any:
+        if is_stored(node) or is_box(node):
+            return node
+        if isinstance(node, Mapping):
+            kept = {}
+            for key, value in node.items():
+                own = weight_of(str(key))
+                if own is not None and any(str(k) == own for k in node):
+                    found[f"{path}{key}"] = value
+                else:
+                    kept[key] = without(value, f"{path}{key}/")
+            same = len(kept) == len(node) and all(kept[key] is node[key] for key in kept)
+            return node if same else type(node)(kept)  # type: ignore[call-arg]
+        if type(node) in (list, tuple):
+            items = [without(value, f"{path}{k}/") for k, value in enumerate(node)]
+            same = all(a is b for a, b in zip(items, node, strict=True))
+            return node if same else type(node)(items)
+        return node
+
+    return without(tree, ""), found
+
+
+def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
+    """A tree with these adapters in it, in the place of those of the same names.
+
+    >>> put_adapters({'up': {'w': 1}}, {'up/w_lora_a': 2})
+    {'up': {'w': 1, 'w_lora_a': 2}}
+    """
+    if not adapters:
+        return tree
+    if isinstance(tree, LoraParams):
+        return LoraParams(tree.params, {**tree.adapters, **adapters})
+    placed: set[str] = set()
+
+    def place(node: Any, path: str) -> Any:
+        if is_stored(node) or is_box(node):
+            return node
+        if isinstance(node, Mapping):
+            new = {key: place(value, f"{path}{key}/") for key, value in node.items()}
+            for key in node:
+                for end in SUFFIXES if isinstance(key, str) else ():
+                    name = f"{path}{key}{end}"
+                    if name in adapters:
+                        new[f"{key}{end}"] = adapters[name]
+                        placed.add(name)
+            same = len(new) == len(node) and all(new[key] is node[key] for key in node)
+            return node if same else type(node)(new)  # type: ignore[call-arg]
+        if type(node) in (list, tuple):
+            return type(node)(place(value, f"{path}{k}/") for k, value in enumerate(node))
+        return node
+
+    made = place(tree, "")
+    left = {name: value for name, value in adapters.items() if name not in placed}
+    return LoraParams(made, left) if left else made
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Every leaf of a tree by its path; a quantized or boxed one is one leaf."""
+    tree = tree.params if isinstance(tree, LoraParams) else tree
+    flat, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: is_stored(x) or is_box(x)
+    )
+    return {key_name(key): value for key, value in flat}
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: Any) -> Any:
+    """A tree with `function(path, leaf)` for each leaf."""
+    if isinstance(tree, LoraParams):
+        return LoraParams(map_leaves(function, tree.params), tree.adapters)
+    return jax.tree_util.tree_map_with_path(
+        lambda key, value: function(key_name(key), value),
+        tree,
+        is_leaf=lambda x: is_stored(x) or is_box(x),
+    )
+
+
+def adapter_names(paths: Iterable[str]) -> set[str]:
+    """Those of some paths that are adapters of a weight that is there too."""
+    there = set(paths)
+    return {path for path in there if weight_of(path) in there}

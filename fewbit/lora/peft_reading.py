@@ -1,0 +1,223 @@
+"""Adapters from a folder that PEFT or `save_adapters` wrote."""
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from fewbit._plan_adapter import AdapterPlan
+from fewbit.adapter_init import check_leaf, place
+from fewbit.adapter_trees import leaves_by_path, put_adapters
+from fewbit.io.errors import CheckpointError
+from fewbit.io.safetensors_file import SafetensorsFile
+from fewbit.lora import peft_names
+from fewbit.lora.peft_writing import CONFIG, CONFIG_KEY, TENSORS, planned, strengths
+from fewbit.lora.selecting import with_adapters
+from fewbit.models import is_nnx
+
+_MSG_MISSING = (
+    "has no adapter for '{leaf}' ({tensor} is not there){near}. If the modules have other names "
+    "there, say so: names={{{leaf!r}: '<module>'}}; to read what fits, pass strict=False"
+)
+_MSG_EXTRA = (
+    "holds {count} tensors that no weight with an adapter takes, the first {first!r}. Let a "
+    "LoraRule match the module, or map its name with names={{'<parameter path>': {module!r}}}; to "
+    "leave them out, pass strict=False"
+)
+_MSG_RANK = (
+    "has rank {found}, but the rule for '{leaf}' says {wanted}. Write rank={found} in {rule!r}"
+)
+_MSG_SHAPE = "does not fit '{leaf}'"
+_MSG_ALPHA = (
+    "was trained with lora_alpha={found} at {module}, but the rule for '{leaf}' says "
+    "alpha={wanted}, which would make its adapter {times:.3g} times as strong. Write "
+    "alpha={found} in {rule!r}"
+)
+_MSG_RSLORA = (
+    "uses rsLoRA, whose strength is lora_alpha / sqrt(r), not lora_alpha / r. Set use_rslora to "
+    "false and lora_alpha to {alpha} in it: the same numbers"
+)
+_MSG_KIND = "is a {kind} adapter, and fewbit reads LoRA (peft_type LORA without DoRA)"
+_MSG_APART = (
+    "does not belong to the {tensors} beside it: they differ in {what}. One of the two is from "
+    "another save; save the adapters again"
+)
+_MSG_IGNORED = (
+    "{path}: {count} tensors were left out ({first}, ...): no weight with an adapter takes them."
+)
+
+
+def load_adapters(
+    path: str | os.PathLike[str],
+    params: Any,
+    plan: Any = None,
+    *,
+    names: peft_names.Names = None,
+    strict: bool = True,
+) -> Any:
+    """The parameters (or a clone of the NNX model) with the adapters of the folder `path`.
+
+    Ranks and strengths are checked against the plan's rules. `names` is as in `save_adapters`. With
+    `strict=False` modules that are missing keep the adapters they have, and others are left out
+    with a warning.
+
+    >>> import fewbit, jax, tempfile
+    >>> f = lambda params, x: x @ params['w']
+    >>> params, x = {'w': jnp.eye(4)}, jnp.ones((1, 4))
+    >>> plan = fewbit.plan(f, fewbit.LoraProvider(rank=2, alpha=4.0), params, x)
+    >>> trained = fewbit.lora.init(plan, params, jax.random.key(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fewbit.save_adapters(folder, trained, plan)
+    ...     again = load_adapters(folder, params, plan)
+    >>> bool((again['w_lora_a'] == trained['w_lora_a']).all())
+    True
+    """
+    plans = planned("load_adapters", params, plan)
+    folder = Path(path)
+    config = _read_config(folder / CONFIG)
+    file = SafetensorsFile(folder / TENSORS)
+    _check_together(folder / CONFIG, config, file)
+    modules = peft_names.module_names(plans, names)
+    made: dict[str, np.ndarray] = {}
+    used: set[str] = set()
+    for adapter in plans:
+        found = _factors(file, adapter, modules[adapter.leaf], config, folder / CONFIG, strict)
+        if found is not None:
+            used.update(found[0])
+            made |= found[1]
+    _check_unused(file, used, strict)
+    if is_nnx(params):
+        return with_adapters(params, {n: jnp.asarray(v) for n, v in made.items()})
+    leaves, by_name = leaves_by_path(params), {n: p for p in plans for n in p.names}
+    for adapter in plans:
+        check_leaf(adapter, leaves)
+    placed = {
+        name: place(jnp.asarray(value), name, by_name[name], leaves[by_name[name].leaf])
+        for name, value in made.items()
+    }
+    return put_adapters(params, placed)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be opened ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(path, f"is no JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(path, "is no adapter config", expected="an object", found="a value")
+    kind = "DoRA" if config.get("use_dora") else str(config.get("peft_type"))
+    if kind != "LORA":
+        raise CheckpointError(path, _MSG_KIND.format(kind=kind))
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    for key, value in (("r", rank), ("lora_alpha", alpha)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise CheckpointError(path, f"has no usable {key}", expected="a number", found=value)
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.setdefault(key, {}) or {}, Mapping):
+            raise CheckpointError(path, f"has no usable {key}", expected="an object", found="other")
+    if config.get("use_rslora"):
+        fixed = round(alpha * math.sqrt(rank), 6)  # type: ignore[operator,arg-type]
+        raise CheckpointError(path, _MSG_RSLORA.format(alpha=fixed))
+    return config
+
+
+def _check_together(path: Path, config: dict[str, Any], file: SafetensorsFile) -> None:
+    """A save that was cut between its two files leaves one old and one new."""
+    text = (file.metadata or {}).get(CONFIG_KEY)
+    if text is None:
+        return
+    inside, outside = json.loads(text), strengths(config)
+    differ = [key for key in inside if inside[key] != outside.get(key)]
+    if differ:
+        text = _MSG_APART.format(tensors=TENSORS, what=", ".join(differ))
+        raise CheckpointError(path, text)
+
+
+def _factors(
+    file: SafetensorsFile,
+    plan: AdapterPlan,
+    template: str,
+    config: Mapping[str, Any],
+    config_path: Path,
+    strict: bool,
+) -> tuple[set[str], dict[str, np.ndarray]] | None:
+    """The tensors an adapter takes, and its two factors; None where it keeps what it has."""
+    pairs = {}
+    used: set[str] = set()
+    for index, module in peft_names.entries(plan, template):
+        tensors = peft_names.tensor_names(plan, module)
+        absent = [tensor for tensor in tensors if tensor not in file]
+        if absent:
+            if not strict:
+                return None
+            near = get_close_matches(absent[0], file.names, 1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            text = _MSG_MISSING.format(leaf=plan.leaf, tensor=absent[0], near=hint)
+            raise CheckpointError(file.path, text)
+        _check_alpha(config_path, config, plan, module)
+        for tensor, wanted in zip(tensors, peft_names.shapes(plan), strict=True):
+            _check_tensor(file, tensor, wanted, plan)
+        a, b = (file.read(tensor, copy=True) for tensor in tensors)
+        pairs[index] = peft_names.from_peft(plan, a, b)
+        used.update(tensors)
+    made = {}
+    for k, (name, shape) in enumerate(plan.shapes.items()):
+        whole = np.empty(shape, jnp.dtype(plan.dtype))
+        for index, pair in pairs.items():
+            whole[index] = pair[k].astype(whole.dtype)
+        made[name] = whole
+    return used, made
+
+
+def _check_tensor(
+    file: SafetensorsFile, tensor: str, wanted: Sequence[int], plan: AdapterPlan
+) -> None:
+    found = tuple(file.info(tensor).shape)
+    if found == tuple(wanted):
+        return
+    axis = 0 if tensor.endswith(("A.weight", "_A")) else 1
+    rank = found[axis] if len(found) == len(wanted) else None
+    others = [n for k, n in enumerate(found) if k != axis]
+    if rank is not None and others == [n for k, n in enumerate(wanted) if k != axis]:
+        text = _MSG_RANK.format(found=rank, wanted=plan.rank, leaf=plan.leaf, rule=plan.rule)
+        raise CheckpointError(file.path, text, tensor=tensor)
+    what = _MSG_SHAPE.format(leaf=plan.leaf)
+    raise CheckpointError(file.path, what, tensor=tensor, expected=tuple(wanted), found=found)
+
+
+def _check_alpha(path: Path, config: Mapping[str, Any], plan: AdapterPlan, module: str) -> None:
+    found = _of_pattern(config["alpha_pattern"] or {}, module, config["lora_alpha"])
+    if found != plan.rule.alpha:
+        times = plan.rule.alpha / found
+        text = dict(found=found, module=module, leaf=plan.leaf, wanted=plan.rule.alpha)
+        raise CheckpointError(path, _MSG_ALPHA.format(**text, times=times, rule=plan.rule))
+
+
+def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
+    """PEFT's patterns name a module by the end of its path, as a regular expression."""
+    for key, value in pattern.items():
+        if re.fullmatch(rf"(.*\.)?({key})", module):
+            return value
+    return default
+
+
+def _check_unused(file: SafetensorsFile, used: set[str], strict: bool) -> None:
+    extra = [name for name in file.names if name not in used]
+    if not extra:
+        return
+    if strict:
+        module = extra[0].removeprefix(peft_names.PREFIX).partition(".lora_")[0]
+        text = _MSG_EXTRA.format(count=len(extra), first=extra[0], module=module)
+        raise CheckpointError(file.path, text)
+    text = _MSG_IGNORED.format(path=file.path, count=len(extra), first=extra[0])
+    warnings.warn(text, stacklevel=3)
