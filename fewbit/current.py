@@ -20,8 +20,8 @@ class CurrentSite:
 
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
     the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
-    is the key of the Site's stochastic rounding, `weight` the operand that is a parameter, and
-    `adapter` the low-rank adapter of that, if it has one.
+    is the key of the Site's stochastic rounding, `planning` tells that the run is an abstract one,
+    and `adapter` is the low-rank adapter of the Site's weight, if that has one.
     """
 
     site: Site
@@ -30,7 +30,7 @@ class CurrentSite:
     static: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     finish: tuple[Any, str | None] = (None, None)
     noise: Any = None
-    weight: int | None = None
+    planning: bool = False
     adapter: Any = None
 
 

@@ -267,7 +267,7 @@ class Runner:
         decisions: dict[str, Decision],
         values: Sequence[Any],
         scales: dict[str, Any],
-        report: Callable[[str, str], None] = lambda site, text: None,
+        report: Callable[[str, str], None] | None = None,
     ) -> tuple[list[Any], list[tuple[str, str]]]:
         interpreter = self.interpreter(program, decisions, scales, report)
         return interpreter.run(program.root, values), interpreter.dequantized
@@ -277,14 +277,23 @@ class Runner:
         program: Program,
         decisions: dict[str, Decision],
         scales: dict[str, Any],
-        report: Callable[[str, str], None] = lambda site, text: None,
+        report: Callable[[str, str], None] | None = None,
         collecting: bool = False,
     ) -> Interpreter:
         static = StaticScales(scales)
         adapters = Adapters(static=static)
         if self.provider.adapts:
             adapters.plans = planned_adapters([program], [decisions])
-        sites = SiteRunner(self.provider, decisions, report, static, adapters, collecting)
+        planning = report is not None
+        sites = SiteRunner(
+            self.provider,
+            decisions,
+            report or (lambda site, text: None),
+            static,
+            adapters,
+            collecting,
+            planning,
+        )
         return Interpreter(
             sites,
             lambda ts: decisions[ts.site.id].rule is not None or ts.site.weight in adapters.plans,

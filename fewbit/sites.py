@@ -37,6 +37,7 @@ class SiteRunner:
     static: StaticScales = field(default_factory=StaticScales)
     adapters: Adapters = field(default_factory=Adapters)
     collecting: bool = False  # whether the batch counts among what static scales are made from
+    planning: bool = False  # an abstract run, to find out what happens
 
     def finishes(self, ts: TracedSite) -> bool:
         """Whether the provider's own method also does a bias and an activation."""
@@ -66,7 +67,7 @@ class SiteRunner:
             self.scales(ts, rule, operands),
             finish,
             noise_key(self.static.noise, site.id, operands[:2]),
-            stored,
+            self.planning,
             self.adapters.at(ts),
         )
         with current.at_site(here), jax.named_scope(site.path or site.op):

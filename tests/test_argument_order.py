@@ -1,6 +1,5 @@
 """Arguments of a wrong kind or in a wrong order: told by name, and never by printing arrays."""
 
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp

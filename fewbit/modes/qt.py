@@ -4,6 +4,7 @@ Weights stay float and get gradients; each is quantized once per step, as it wil
 training. Products are those of `fewbit.training`, configured per operand from the Site's rule.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -239,7 +240,21 @@ class QtProvider(QuantizationProvider):
             return float_product(*map(_rounded, operands, hows))
         if here is not None:
             here.report(describe(*map(_seen, operands, hows)))
+            if here.planning:  # what is wrong with a gradient is known before training
+                jax.eval_shape(functools.partial(_gradients, product), list(operands))
         return product(*operands)
+
+
+def _gradients(product: Callable[..., jax.Array], operands: Sequence[Any]) -> Any:
+    """Both gradients of a product, in some direction."""
+
+    def of_arrays(*arrays: Any) -> jax.Array:
+        pairs = zip(operands, arrays, strict=True)
+        return product(*(Paired(a, x.quantized) if isinstance(x, Paired) else a for x, a in pairs))
+
+    arrays = [x.array if isinstance(x, Paired) else x for x in operands]
+    out, pull = jax.vjp(of_arrays, *arrays)
+    return pull(out)
 
 
 def _how(rule: QtRule, operand: Any, side: int, how_for: Callable[..., Any]) -> Any:

@@ -60,11 +60,12 @@ def _noise(rule: QtRule) -> dict[str, Any]:
     if rule.bwd_stochastic_rounding is None or rule.bwd_qtype is None:
         return {}
     here = current_site()
-    if here is None or here.noise is None:  # evaluating needs no key; only gradients do
+    key = None if here is None else jax.random.key(0) if here.planning else here.noise
+    if key is None:  # evaluating needs no key; only gradients do
         where = "This product" if here is None else here.site.id
         missing = _NoKey(_MSG_NO_KEY.format(where=where, method=rule.bwd_stochastic_rounding))
         return {f"{side}_stochastic_rounding_noise_fn": missing for side in ("dlhs", "drhs")}
-    keys = jax.random.split(here.noise)
+    keys = jax.random.split(key)
     return {
         f"{side}_stochastic_rounding_noise_fn": get_noise_fn(
             rule.bwd_stochastic_rounding, keys[k], rule.channelwise_noise_axes
