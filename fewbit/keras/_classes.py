@@ -14,7 +14,12 @@ from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
 from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
 from fewbit.keras._state import LayerState
 
-PREFIXES = {"static": "QStatic", "dynamic": "QDynamic", "weight_only": "QDynamic"}
+PREFIXES = {
+    "static": "QStatic",
+    "dynamic": "QDynamic",
+    "weight_only": "QDynamic",
+    "training": "QTrain",
+}
 _MSG_KERAS_QUANTIZE = (
     "{path} is quantized by fewbit ({rule}). Quantize the float model again instead of the "
     "quantized one: keras' own quantize('{mode}') would find no float kernel here."

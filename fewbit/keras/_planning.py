@@ -114,7 +114,13 @@ def _planned(
     layer: keras.Layer, path: str, choice: Choice, rule: QuantizationRule, calls: Calls
 ) -> LayerPlan | str:
     program = LayerProgram(
-        layer, type(layer).call, path, rule, emulate=choice.emulate, fused=choice.fused
+        layer,
+        type(layer).call,
+        path,
+        rule,
+        emulate=choice.emulate,
+        fused=choice.fused,
+        trains=choice.kind == "training",
     )
     own = named_variables(layer)
     runs = []

@@ -18,11 +18,12 @@ from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
 from fewbit.modes.ptq import PtqProvider
+from fewbit.modes.qt import QtProvider
 from fewbit.rules import QuantizationRule
-from fewbit.static_scales import ScaleName
+from fewbit.static_scales import NOISE, ScaleName
 
 INSIDE = "inside "  # what the paths of variables begin with that are not the layer's own
-_VARIABLES, _STORED, _SCALES = 0, 1, 4
+_VARIABLES, _STORED, _SCALES, _NOISE = 0, 1, 4, 6
 
 
 class LayerProgram:
@@ -40,9 +41,12 @@ class LayerProgram:
         *,
         emulate: bool = False,
         fused: bool | None = None,
+        trains: bool = False,
     ):
         self.layer, self.float_call, self.path, self.fused = layer, float_call, path, fused
-        self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
+        self.provider: Any = (EmulatingProvider if emulate else PtqProvider)([rule])
+        if trains:
+            self.provider = QtProvider([rule], emulate=emulate)
         if isinstance(self.provider, EmulatingProvider):
             self.provider.attention = is_attention(layer) and not fused
         self._runners: Cache[Runner] = Cache()
@@ -57,6 +61,7 @@ class LayerProgram:
         *,
         abstract: bool = False,
         method: str = "__call__",
+        noise: Any = None,
     ) -> tuple[Runner, list[Any], list[keras.Variable]]:
         """The runner for one call, the leaves to run it with, and the float variables it reads.
 
@@ -73,13 +78,15 @@ class LayerProgram:
                 return names[id(others[key[1].idx])]
             if key[0].idx == _STORED:
                 return f"{self.path}/{key[1].key}"
+            if key[0].idx == _NOISE:
+                return NOISE
             if key[0].idx == _SCALES:
                 return ScaleName(f"{self.path}/{key[1].key}")
             return None
 
         values = [_abstract(v) if abstract else v.value for v in others]
         masks = {} if abstract else masks_of((args, kwargs))
-        dynamic, call = split_call((values, stored, args, kwargs, scales, masks), name)
+        dynamic, call = split_call((values, stored, args, kwargs, scales, masks, noise), name)
         runner = self._runners.get(
             lambda: (call.key, method), lambda: self._runner(call, others, hollow, method)
         )
@@ -111,7 +118,7 @@ class LayerProgram:
         float_call = with_adapter(self.layer, self.float_call)
 
         def pure(dynamic: list[Any]) -> Any:
-            values, stored, args, kwargs, _, masks = call.merge(dynamic)
+            values, stored, args, kwargs, _, masks, _ = call.merge(dynamic)
             set_masks((args, kwargs), masks)
             mapping = [*zip(others, values, strict=True)]
             mapping += [(v, stored[name]) for name, v in hollow.items()]

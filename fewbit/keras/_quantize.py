@@ -15,6 +15,7 @@ from fewbit.keras._calibration import CalibrationError, Collector, observing, st
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
+from fewbit.keras._qat import train_quantized, training_choice
 from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
@@ -22,6 +23,7 @@ from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
 from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
+from fewbit.modes.qt import QtProvider
 from fewbit.params import quantize_leaf
 from fewbit.qarray import WithAux, check_finite, get_scale_shape, quantize_with
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
@@ -85,6 +87,12 @@ def quantize_model(
     if not inplace:
         model = clone(model)
     planned, plan = plan_model(model, quant_config)
+    if isinstance(quant_config, QtProvider):
+        for each in planned:
+            train_quantized(each)
+        make_saveable(model)
+        forget_compiled(model)
+        return model
     static = [each for each in planned if each.choice.kind == "static"]
     stats = None
     if any(not is_fixed(scale) for each in static for scale in each.plan.scales):
@@ -123,9 +131,13 @@ def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
 def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], Plan]:
     """What would be done to each layer, and the plan of the whole."""
     layers = layers_of(model)
+    trains = isinstance(quant_config, QtProvider)
+    emulate = trains and quant_config.emulate
     if isinstance(quant_config, QuantizationProvider):
         quant_config = list(quant_config.rules)
     choices = choose(quant_config, [(path, type(layer)) for path, layer in layers.items()])
+    if trains:
+        choices = {path: training_choice(each, emulate) for path, each in choices.items()}
     planned, plan = plan_layers(model, layers, choices)
     if not planned and any(
         choice.config is None or choice.config.strict for choice in choices.values()

@@ -12,6 +12,7 @@ import keras
 
 from fewbit.keras._classes import PREFIXES, become, holder_class, quantized_class
 from fewbit.keras._program import LayerProgram
+from fewbit.keras._qat import add_seed
 from fewbit.keras._serial_classes import resolve
 from fewbit.keras._serial_config import KEY, name_in, saved_dtype
 from fewbit.keras._serial_format import damaged, opened
@@ -66,6 +67,7 @@ def restored(config: Mapping[str, Any]) -> Any:
     def finish(layer: Any) -> None:
         if own is not None:
             empty(layer)
+            add_seed(layer)
         _adopt_below(layer, below, where)
         guard_training(layer)
 
@@ -115,7 +117,12 @@ def _adopt(child: Any, own: Mapping[str, Any], where: str, place: str) -> None:
             warnings.warn(text, stacklevel=2)
             return
     become(child, _state(child, type(child), own, f"{where}/{place}"))
-    child._fewbit_waiting = _Waiting(empty)
+
+    def finish(child: Any) -> None:
+        empty(child)
+        add_seed(child)
+
+    child._fewbit_waiting = _Waiting(finish)
     child._fewbit_waiting(child)
 
 
@@ -124,6 +131,7 @@ def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> Lay
         rule, path = rule_from_dict(own["rule"], where), str(own["path"])
         settings = dict(own["settings"])
         how = {name: settings[name] for name in ("emulate", "fused") if name in settings}
+        how["trains"] = own["kind"] == "training"
         program = LayerProgram(layer, original.call, path, rule, **how)
         state = LayerState(path, rule, _kind(own, where), program, settings)
         state.awaited = {name: dict(about) for name, about in own["stored"].items()}

@@ -32,6 +32,7 @@ class LayerState:
     hollow: dict[str, keras.Variable] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)  # '<op_id>_lhs_scale': variable or array
     awaited: dict[str, Any] = field(default_factory=dict)  # what a file will give, and its shape
+    seed: Any = None  # of stochastic rounding, in a layer that trains
 
     def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's call, quantized."""
@@ -40,7 +41,10 @@ class LayerState:
         stored = {name: part.value() for name, part in self.stored.items()}
         scales = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
-        runner, dynamic, others = self.program.prepare(own, stored, scales, args, kwargs)
+        noise = None if self.seed is None else self.seed.next()
+        runner, dynamic, others = self.program.prepare(
+            own, stored, scales, args, kwargs, noise=noise
+        )
         # The interpreter's own products are this layer's, to a quantized layer around it.
         with jax.named_scope(scope_name(self.path, type(layer).__name__)):
             result = runner(dynamic)

@@ -14,8 +14,9 @@ _MSG_TRAIN = (
     "optimizer can move. Train low-rank adapters beside them: layer.enable_lora(rank=4) on Dense, "
     "EinsumDense and Embedding layers, or backbone.enable_lora(rank=4) on a KerasHub backbone, "
     "then compile and fit. Or freeze these layers (layer.trainable = False) and train what is "
-    "float. Or train the float model and quantize it again; quantization-aware training is not "
-    "there yet. evaluate and predict need none of this."
+    "float. Or train quantized from the float model: fewbit.quantize_model(model, "
+    "fewbit.QtProvider(rules)), fit, then fewbit.to_ptq(model). evaluate and predict need none "
+    "of this."
 )
 
 

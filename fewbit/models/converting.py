@@ -45,8 +45,8 @@ def to_ptq(
 
     Takes a model of `QtProvider`, its float parameters and, for rules with `act_static_scale=True`,
     the statistics that training collected; returns `(model, params, plan)`. An NNX model holds both
-    and comes back alone. `inputs` are the model's own (abstract ones do); without them those of its
-    last call are used. The forward pass is that of training, bit for bit on plain codes
+    and comes back alone, as does a Keras model. `inputs` are the model's own (abstract ones do);
+    without them those of its last call are used. The forward pass is that of training, bit for bit on plain codes
     (`pack=False`); this machine's kernels may sum floats in another order.
 
     >>> import fewbit, jax.numpy as jnp
@@ -57,9 +57,11 @@ def to_ptq(
     >>> bool((served.model(served.params, x) == f(params, x)).all())
     True
     """
-    kind = None if is_keras(model) else front_end(model)
-    trained = None if kind is None else kind.trained(model)
-    if trained is None or kind is None:
+    kind = front_end(model)
+    if is_keras(model):
+        return kind.to_ptq(model, *((params,) if params is not None else ()), **kwargs)
+    trained = kind.trained(model)
+    if trained is None:
         raise TypeError(_MSG_NOT_TRAINED.format(found=type(model).__name__))
     provider, source = trained
     if not inputs and not kwargs:
