@@ -16,9 +16,10 @@ from jax.custom_derivatives import SymbolicZero
 from fewbit import ops
 from fewbit._qarray_panels import PanelArray
 from fewbit.calibration import parse_method
+from fewbit.kernels import quantize_natively
 from fewbit.numerics import format_of, should_quantize, wider
 from fewbit.ops.scaling import held, operand
-from fewbit.qarray import HowToQuantize, QArray
+from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
 from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
 from fewbit.training.paired import Paired, pair
 
@@ -44,6 +45,9 @@ class Product(Protocol):
 
     def shift(self, side: int, g: jax.Array, q: QArray, *rest: Any) -> jax.Array:
         """The gradient times the scales of operand `side`, which is what remains to be codes."""
+
+    def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
+        """The same gradient product with its contraction as one axis: (product, g, residual)."""
 
     def gradient_how(
         self, side: int, settings: GradientSettings, noise: Any, shape: Any
@@ -219,14 +223,30 @@ def _gradient(
     if kind == "shift":
         g = product.shift(1 - side, g, residual, *rest)
         residual = residual.replace(scale=jnp.ones((1,) * residual.ndim, jnp.float32), tiles=())
-    elif kind == "float" and settings.residual_qtype is not None:
+    if settings.tile_size is not None:
+        product, g, residual = product.joined(side, g, residual)
+    if kind == "float" and settings.residual_qtype is not None:
         residual = _quantize(residual, product.residual_how(side, settings, residual.shape))
     how = product.gradient_how(side, settings, noise, g.shape)
     return product.gradient(side, _quantize(g, how), residual, like, *rest)
 
 
 def _quantize(array: jax.Array, how: HowToQuantize) -> QArray:
-    return ops.Deferred(array, how).quantized()
+    """The array quantized; even tiles are made an axis of their own, as native code wants them."""
+    tiled = list(how.tiled_axes)
+    axis = tiled[0] if len(tiled) == 1 else 0
+    tile = get_tile_shape(array.shape, how)[axis] if len(tiled) == 1 else 1
+    if tile == 1 or array.shape[axis] % tile:
+        return ops.Deferred(array, how).quantized()
+    own = [a + (a > axis) for a in how.channelwise_axes]
+    split = how.replace(channelwise_axes=[*own, axis], tiled_axes={})
+    shape = array.shape
+    cut = array.reshape(*shape[:axis], shape[axis] // tile, tile, *shape[axis + 1 :])
+    q = quantize_natively(cut, split)
+    if q is None:
+        return ops.Deferred(array, how).quantized()
+    scale = jnp.squeeze(q.scale, axis + 1)
+    return QArray(q.qvalue.reshape(shape), scale, None, how.qtype).with_dtype(array.dtype)
 
 
 def _float_gradient(
