@@ -184,10 +184,6 @@ class DotProduct:
         return result if order == sorted(order) else jax.lax.transpose(result, order)
 
 
-# More products than this are better made by one call.
-_MOST_CALLS = 16
-
-
 def _tile_by_tile(lhs: Any, rhs: Any, numbers: Any, dtype: Any) -> jax.Array | None:
     """A product with few long tiles on its one contraction as a sum of products without tiles.
 
@@ -202,24 +198,28 @@ def _tile_by_tile(lhs: Any, rhs: Any, numbers: Any, dtype: Any) -> jax.Array | N
         return None
     (count,) = counts
     size = lhs.shape[axes[0]]
-    if count > _MOST_CALLS or size % count or ops.describe_dot(lhs, rhs, numbers) != "native int8":
+    if size % count or ops.describe_dot(lhs, rhs, numbers) != "native int8":
         return None
     wide = wider(dtype, jnp.float32)
-    total = None
-    for number in range(count):
-        parts = [
+
+    def partial_sum(number: Any) -> jax.Array:
+        left, right = (
             _tile(q, axis, number, size // count) for q, axis in zip((lhs, rhs), axes, strict=True)
-        ]
-        product = ops.dot_general(parts[0], parts[1], numbers, None, wide)
-        total = product if total is None else total + product
-    return None if total is None else total.astype(dtype)
+        )
+        return ops.dot_general(left, right, numbers, None, wide)
+
+    # A loop, so that the partial sums take turns in one place.
+    total = jax.lax.fori_loop(
+        1, count, lambda number, total: total + partial_sum(number), partial_sum(0)
+    )
+    return total.astype(dtype)
 
 
-def _tile(q: QArray, axis: int, number: int, size: int) -> QArray:
+def _tile(q: QArray, axis: int, number: Any, size: int) -> QArray:
     scale = q.scale
     if scale.shape[axis] != 1:
-        scale = jax.lax.slice_in_dim(scale, number, number + 1, axis=axis)
-    codes = jax.lax.slice_in_dim(q.qvalue, number * size, (number + 1) * size, axis=axis)
+        scale = jax.lax.dynamic_slice_in_dim(scale, number, 1, axis=axis)
+    codes = jax.lax.dynamic_slice_in_dim(q.qvalue, number * size, size, axis=axis)
     return QArray(codes, scale, None, q.qtype).with_dtype(q.dtype)
 
 
