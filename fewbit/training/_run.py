@@ -158,7 +158,7 @@ def _with_quantized_gradients(
             for side in (0, 1)
         ]
         # Nothing, but it carries the operands' tangents to where they are refused.
-        traces = [jax.lax.slice_in_dim(x.reshape(-1), 0, 0) for x in arrays]
+        traces = [_tangent_only(x) for x in arrays]
         return out, (residuals, traces, rest, noises)
 
     def backward(saved: Any, g: jax.Array) -> Any:
@@ -182,6 +182,18 @@ def _with_quantized_gradients(
 
     quantized_training.defvjp(forward, backward)
     return quantized_training(arrays, quantized, rest, noises)
+
+
+@jax.custom_jvp
+def _tangent_only(x: jax.Array) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32)
+
+
+@_tangent_only.defjvp
+def _tangent_of_nothing(primals: Any, tangents: Any) -> Any:
+    # Made from the tangent, or JAX would see that it is zero.
+    total = jnp.sum(tangents[0]).astype(jnp.float32).reshape(1)
+    return _tangent_only(*primals), jax.lax.slice_in_dim(total, 0, 0)
 
 
 def _noise_operand(noise_fn: Any) -> Any:
