@@ -53,3 +53,7 @@ FUSED_BF16 = 4 * BF16_ULP
 
 # Errors that a page prints, measured by a program that was compiled another way: a few codes turn.
 PRINTED_ERROR = 1e-2
+
+# A training product against float64, of the largest result: scales, sums and the scaled gradient in
+# float32.
+QT_FLOAT32 = 3e-6

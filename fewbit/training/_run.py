@@ -16,9 +16,10 @@ from jax.custom_derivatives import SymbolicZero
 from fewbit import ops
 from fewbit._qarray_panels import PanelArray
 from fewbit.calibration import parse_method
+from fewbit.kernels import quantize_natively
 from fewbit.numerics import format_of, should_quantize, wider
 from fewbit.ops.scaling import held, operand
-from fewbit.qarray import HowToQuantize, QArray
+from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
 from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
 from fewbit.training.paired import Paired, pair
 
@@ -44,6 +45,9 @@ class Product(Protocol):
 
     def shift(self, side: int, g: jax.Array, q: QArray, *rest: Any) -> jax.Array:
         """The gradient times the scales of operand `side`, which is what remains to be codes."""
+
+    def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
+        """The same gradient product with its contraction as one axis: (product, g, residual)."""
 
     def gradient_how(
         self, side: int, settings: GradientSettings, noise: Any, shape: Any
@@ -154,7 +158,7 @@ def _with_quantized_gradients(
             for side in (0, 1)
         ]
         # Nothing, but it carries the operands' tangents to where they are refused.
-        traces = [jax.lax.slice_in_dim(x.reshape(-1), 0, 0) for x in arrays]
+        traces = [_tangent_only(x) for x in arrays]
         return out, (residuals, traces, rest, noises)
 
     def backward(saved: Any, g: jax.Array) -> Any:
@@ -178,6 +182,18 @@ def _with_quantized_gradients(
 
     quantized_training.defvjp(forward, backward)
     return quantized_training(arrays, quantized, rest, noises)
+
+
+@jax.custom_jvp
+def _tangent_only(x: jax.Array) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32)
+
+
+@_tangent_only.defjvp
+def _tangent_of_nothing(primals: Any, tangents: Any) -> Any:
+    # Made from the tangent, or JAX would see that it is zero.
+    total = jnp.sum(tangents[0]).astype(jnp.float32).reshape(1)
+    return _tangent_only(*primals), jax.lax.slice_in_dim(total, 0, 0)
 
 
 def _noise_operand(noise_fn: Any) -> Any:
@@ -219,14 +235,30 @@ def _gradient(
     if kind == "shift":
         g = product.shift(1 - side, g, residual, *rest)
         residual = residual.replace(scale=jnp.ones((1,) * residual.ndim, jnp.float32), tiles=())
-    elif kind == "float" and settings.residual_qtype is not None:
+    if settings.tile_size is not None:
+        product, g, residual = product.joined(side, g, residual)
+    if kind == "float" and settings.residual_qtype is not None:
         residual = _quantize(residual, product.residual_how(side, settings, residual.shape))
     how = product.gradient_how(side, settings, noise, g.shape)
     return product.gradient(side, _quantize(g, how), residual, like, *rest)
 
 
 def _quantize(array: jax.Array, how: HowToQuantize) -> QArray:
-    return ops.Deferred(array, how).quantized()
+    """The array quantized; even tiles are made an axis of their own, as native code wants them."""
+    tiled = list(how.tiled_axes)
+    axis = tiled[0] if len(tiled) == 1 else 0
+    tile = get_tile_shape(array.shape, how)[axis] if len(tiled) == 1 else 1
+    if tile == 1 or array.shape[axis] % tile:
+        return ops.Deferred(array, how).quantized()
+    own = [a + (a > axis) for a in how.channelwise_axes]
+    split = how.replace(channelwise_axes=[*own, axis], tiled_axes={})
+    shape = array.shape
+    cut = array.reshape(*shape[:axis], shape[axis] // tile, tile, *shape[axis + 1 :])
+    q = quantize_natively(cut, split)
+    if q is None:
+        return ops.Deferred(array, how).quantized()
+    scale = jnp.squeeze(q.scale, axis + 1)
+    return QArray(q.qvalue.reshape(shape), scale, None, how.qtype).with_dtype(array.dtype)
 
 
 def _float_gradient(

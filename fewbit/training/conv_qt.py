@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fewbit import ops
-from fewbit.numerics import format_of
+from fewbit.numerics import format_of, wider
 from fewbit.ops import granularity
 from fewbit.ops.decision import is_constant
 from fewbit.ops.scaling import as_float, placed_like, scale_in
@@ -65,6 +65,9 @@ class ConvProduct:
         scale = scale_in(q, g.dtype)
         return g * placed_like(_on(scale, self._specs[side][0], self.numbers.out_spec[side]), g)
 
+    def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
+        return self, g, residual
+
     def gradient_how(
         self, side: int, settings: GradientSettings, noise: Any, shape: Any
     ) -> HowToQuantize:
@@ -82,7 +85,7 @@ class ConvProduct:
         on_codes = len(parts) == 2 and not any(
             q.zero_point is not None or format_of(q.qtype).kind == "table" for q in parts
         )
-        wide = jnp.float32 if on_codes else jnp.result_type(like.dtype, jnp.float32)
+        wide = jnp.float32 if on_codes else wider(like.dtype, jnp.float32)
 
         def numbers_of(x: Any) -> jax.Array:
             if on_codes:

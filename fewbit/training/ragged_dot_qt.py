@@ -60,6 +60,9 @@ class RaggedProduct:
             per_group = jnp.take(per_group, group, axis=0, mode="clip")
         return g * placed_like(per_group, g)
 
+    def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
+        return self, g, residual
+
     def gradient_how(
         self, side: int, settings: GradientSettings, noise: Any, shape: Any
     ) -> HowToQuantize:
