@@ -20,10 +20,9 @@ from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
-from fewbit.layouts import for_kernels
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.params import quantize_leaf
-from fewbit.qarray import WithAux, check_finite, get_scale_shape, quantize_with
+from fewbit.qarray import WithAux
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
 
 _MSG_NOT_A_MODEL = (
@@ -56,8 +55,6 @@ _MSG_NOTHING = (
     "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
     "strict=False in the config lets this pass."
 )
-
-_quantize = jax.jit(quantize_with, static_argnums=1)
 
 
 def quantize_model(
@@ -95,7 +92,8 @@ def quantize_model(
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
         planned = _reached(planned, collectors, stats)
-    for each in with_progress(planned, "Quantizing", show=progress):
+    # The largest layers last: what the others gave up makes room for them.
+    for each in with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress):
         convert(each, stats)
     make_saveable(model)
     guard_training(model)
@@ -170,17 +168,18 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
     become(layer, state)
 
 
+def _bytes(each: LayerPlan) -> int:
+    return sum(variable.value.nbytes for variable in named_variables(each.layer).values())
+
+
 def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> WithAux:
     """The variable's value as the plan's leaf says."""
     assert leaf.how is not None
-    if choice.granularity != "per_tensor" or leaf.how.tiled_axes:
-        return quantize_leaf(leaf.path, variable.value, leaf)
     # One scale for all, kept once per channel: the form that kernels read.
-    how = leaf.how.replace(rule=leaf.rule)
-    check_finite(variable.value, leaf.path)
-    q = _quantize(variable.value, how.replace(rule=None, channelwise_axes=()))
-    q = q.replace(scale=keras.ops.broadcast_to(q.scale, get_scale_shape(q.shape, how)))
-    return WithAux(for_kernels(q, how), how)
+    one = choice.granularity == "per_tensor" and not leaf.how.tiled_axes
+    measured = leaf.how.replace(channelwise_axes=()) if one else None
+    made = quantize_leaf(leaf.path, variable.value, leaf, measured)
+    return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
 
 
 def clone(model: keras.Layer) -> keras.Layer:
