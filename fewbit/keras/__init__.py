@@ -29,6 +29,7 @@ if _keras.config.backend() != "jax":
 
 from fewbit.keras._calibration import CalibrationError as CalibrationError
 from fewbit.keras._classes import let_keras_find as _let_keras_find
+from fewbit.keras._cloning import clone_model as clone_model
 from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._printing import print_model as print_model
 from fewbit.keras._quantize import plan as plan
