@@ -151,6 +151,24 @@ def get_scale_shape(shape: Sequence[int], how: HowToQuantize) -> tuple[int, ...]
     return scale_dims(shape, get_tile_shape(shape, how))
 
 
+def slice_how(shape: Sequence[int], tiles: Sequence[int], how: HowToQuantize) -> HowToQuantize:
+    """`how` for a slice of this shape: the same tiles, said in its own axes and sizes.
+
+    >>> how = HowToQuantize(qtype='int4', channelwise_axes=(1,), tiled_axes={0: 1/4})
+    >>> slice_how((64, 128), (32, 1), how).tiled_axes
+    {0: 32}
+    """
+    fixed = format_of(how.qtype).tile is not None
+    pairs = list(enumerate(zip(shape, tiles, strict=True)))
+    return HowToQuantize(
+        qtype=how.qtype,
+        channelwise_axes=tuple(a for a, (_, tile) in pairs if tile == 1),
+        tiled_axes={a: t for a, (n, t) in pairs if t > 1 and (t < n or (fixed and t == n))},
+        calibration_method=how.calibration_method,
+        scale_dtype=how.scale_dtype,
+    )
+
+
 def _suggest(dim: int) -> int:
     return next((t for t in (128, 64, 32, 16) if dim % t == 0), dim)
 

@@ -257,8 +257,8 @@ def to_panels(q: QArray, roles: str) -> PanelArray:
     if q.layout != "plain":
         q = q.replace(qvalue=q.qvalue, layout="plain", last_dim=None)
     if isinstance(q.data, jax.Array):
-        return _pack(q, roles)
-    return jax.eval_shape(functools.partial(_pack, roles=roles), q)
+        return pack_whole(q, roles)
+    return jax.eval_shape(functools.partial(pack_whole, roles=roles), q)
 
 
 def repack(q: QArray, like: PanelArray) -> PanelArray:
@@ -274,7 +274,8 @@ def repack(q: QArray, like: PanelArray) -> PanelArray:
 
 
 @functools.partial(jax.jit, static_argnames="roles")
-def _pack(q: QArray, roles: str) -> PanelArray:
+def pack_whole(q: QArray, roles: str) -> PanelArray:
+    """`to_panels` of an array that can be packed: one program, traceable."""
     stack = roles.count("l")
     order = [*range(stack), *(a for r in "kcn" for a, role in enumerate(roles) if role == r)]
     summed = [a for a in order if roles[a] in SUMMED]

@@ -22,6 +22,7 @@ from fewbit.observed import Statistics
 from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
+from fewbit.storing import quantize_for_kernels, quantize_plain
 
 _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
@@ -45,8 +46,6 @@ _MSG_NO_TEMPLATE = (
     "quantize_params(params, fewbit.plan(model, rules, *inputs)), or for Linen "
     "quantize_params(params, jax.eval_shape(quantized.init, key, x)['params'])."
 )
-
-_quantize_leaf = jax.jit(quantize_with, static_argnums=1)
 
 
 def quantize_params(
@@ -230,9 +229,10 @@ def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | 
     return value.how, tuple(q.shape), None
 
 
-def quantize_leaf(path: str, value: Any, leaf: Any) -> Any:
-    """One parameter as the plan's leaf says."""
-    return _quantized(path, value, leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), _WHOLE)
+def quantize_leaf(path: str, value: Any, leaf: Any, measured: HowToQuantize | None = None) -> Any:
+    """One parameter as the plan's leaf says; `measured` as in `storing.quantize_for_kernels`."""
+    how = leaf.how.replace(rule=leaf.rule)
+    return _quantized(path, value, how, tuple(leaf.shape), _WHOLE, measured)
 
 
 def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:
@@ -268,7 +268,12 @@ def _is_turned(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _quantized(
-    path: str, value: Any, how: HowToQuantize, shape: tuple[int, ...], boxed: Any
+    path: str,
+    value: Any,
+    how: HowToQuantize,
+    shape: tuple[int, ...],
+    boxed: Any,
+    measured: HowToQuantize | None = None,
 ) -> Any:
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
@@ -287,14 +292,14 @@ def _quantized(
             raise ValueError(_shape_message(path, found, shape))
         array = _reshaped(array, shape)
     check_finite(array, path)
+    packs = boxed is _WHOLE and box is None  # a template is another program's, and plain
     if isinstance(array, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+        q = for_kernels(q, how) if packs else q
     else:
-        # The rule changes nothing here, and each layer may have its own: compiled once without it.
-        q = _quantize_leaf(jnp.asarray(array), how.replace(rule=None))
-        warn_clamped(q.scale, path, stacklevel=5)
-    if boxed is _WHOLE and box is None:  # a template is another program's, and plain
-        q = for_kernels(q, how)
+        store = quantize_for_kernels if packs else quantize_plain
+        q, scale = store(jnp.asarray(array), how, measured)
+        warn_clamped(scale, path, stacklevel=5)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
 
 

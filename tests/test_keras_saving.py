@@ -105,8 +105,8 @@ def test_models_keep_their_class(folder):
         name: keras.saving.load_model(folder / f"{name}.keras")
         for name in ("sequential", "functional", "subclassed", "own_class")
     }
-    assert type(loaded["sequential"]) is keras.Sequential
-    assert type(loaded["functional"]).__name__ == "Functional"
+    assert isinstance(loaded["sequential"], keras.Sequential)
+    assert isinstance(loaded["functional"], type(keras.Model(keras.Input((1,)), [])))
     assert isinstance(loaded["subclassed"], cases.Net)
     assert isinstance(loaded["own_class"].layers[0], cases.Scaled)
     assert type(loaded["own_class"].layers[0]).__name__ == "QDynamicScaled"
@@ -135,7 +135,7 @@ def test_loading_makes_no_floats_for_quantized_variables(folder):
 def test_the_preset_of_a_gemma(tmp_path):
     """By every class that may be asked, with fewbit.keras imported before KerasHub."""
     kinds = in_a_new_process("gemma-save", tmp_path)
-    assert kinds == ["Gemma3CausalLM", "QuantizedGemma3Backbone"]
+    assert kinds == ["QuantizedGemma3CausalLM", "QuantizedGemma3Backbone"]
     found = in_a_new_process("gemma-load", tmp_path)
     assert all(found["same"].values()) and not found["hub_imported"], found
     assert "not a subclass of calling class `LlamaBackbone`" in found["errors"][0]

@@ -48,6 +48,31 @@ def test_fit_says_what_to_do_and_evaluation_works():
     assert model.evaluate(X, Y, verbose=0) > 0 and model.predict(X, verbose=0).shape == (64, 4)
 
 
+def functional(compiled=True):
+    inputs = keras.Input((32,))
+    return keras.Model(inputs, L.Dense(4, name="head")(net(False)(inputs)))
+
+
+@pytest.mark.parametrize("make", [net, functional])
+def test_fit_of_a_loaded_model_says_the_same(make, tmp_path):
+    saved = quantized(make(compiled=False))
+    saved.save(tmp_path / "model.keras")
+    model = keras.saving.load_model(tmp_path / "model.keras")
+    assert all(isinstance(each, type(make())) for each in (saved, model))
+    model.compile(loss="mse")
+    first = [layer for layer in model._flatten_layers() if hasattr(layer, "_fewbit")][0]
+    words = "is quantized, and the weights of '.*' and [12] more layers are stored on few"
+    for train in (lambda: model.fit(X, Y), lambda: model.train_on_batch(X, Y)):
+        with pytest.raises(ValueError, match=words):
+            train()
+    np.testing.assert_array_equal(model.predict(X, verbose=0), saved.predict(X, verbose=0))
+    assert model.evaluate(X, Y, verbose=0) > 0
+    first.enable_lora(2)
+    model.compile(optimizer=keras.optimizers.Adam(0.02), loss="mse")
+    losses = model.fit(X, Y, epochs=4, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+
+
 def test_what_is_float_around_frozen_quantized_layers_trains():
     model = keras.Sequential([keras.Input((32,)), L.Dense(48, name="up"), L.Dense(4, name="head")])
     config = fk.DynamicQuantConfig("int8", exclude_list=["head"])

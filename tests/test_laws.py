@@ -24,7 +24,7 @@ LAYERS = [
     # A QArray's methods are moves, and a move returns a QArray: one layer.
     ["qarray", "_qarray_*", "moves", "_layout_moves", "_panel_*", "_lookups", "_reshape"],
     ["kernels"],
-    ["layouts"],
+    ["layouts", "storing"],
     ["ops"],
     ["rules", "rules_*", "_rule_*", "presets"],
     ["training"],

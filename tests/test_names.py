@@ -63,7 +63,10 @@ def raises_for(read):
 KERAS = """
 quantize_model StaticQuantConfig DynamicQuantConfig JaxComposableConfig JaxBaseConfig print_model
 get_default_static_config get_default_dynamic_config
-plan register_calls CalibrationError GreedySampler TopKSampler quantize_kv_cache
+clone_model plan register_calls CalibrationError GreedySampler TopKSampler quantize_kv_cache
+StaticQDQLayer DynamicQDQLayer check_backend iterate_over_layers get_scale get_q_params
+get_quantize_fun get_dequantize_fun register_algo algos_mapping verify_api static_quantize
+dynamic_quantize causal_lm_make_replace_generate_function
 """.split()
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fewbit._how import slice_how as slice_how
 from fewbit._methods import parse_method
 from fewbit.numerics import format_of
 from fewbit.packing import packed_length, to_bit_patterns
@@ -117,24 +118,6 @@ def packed_along(q: QArray, axis: int) -> jax.Array:
         pieces.append(value)
     flat = jnp.stack(pieces, axis=axis + 1).reshape(*before, -1, *after)
     return jax.lax.slice_in_dim(flat, 0, packed_length(length, row.bits), axis=axis)
-
-
-def slice_how(shape: Sequence[int], tiles: Sequence[int], how: HowToQuantize) -> HowToQuantize:
-    """`how` for a slice of this shape: the same tiles, said in its own axes and sizes.
-
-    >>> how = HowToQuantize(qtype='int4', channelwise_axes=(1,), tiled_axes={0: 1/4})
-    >>> slice_how((64, 128), (32, 1), how).tiled_axes
-    {0: 32}
-    """
-    fixed = format_of(how.qtype).tile is not None
-    pairs = list(enumerate(zip(shape, tiles, strict=True)))
-    return HowToQuantize(
-        qtype=how.qtype,
-        channelwise_axes=tuple(a for a, (_, tile) in pairs if tile == 1),
-        tiled_axes={a: t for a, (n, t) in pairs if t > 1 and (t < n or (fixed and t == n))},
-        calibration_method=how.calibration_method,
-        scale_dtype=how.scale_dtype,
-    )
 
 
 def padded(array: np.ndarray, cut: Cut, unit: int) -> np.ndarray:

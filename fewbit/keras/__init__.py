@@ -29,6 +29,7 @@ if _keras.config.backend() != "jax":
 
 from fewbit.keras._calibration import CalibrationError as CalibrationError
 from fewbit.keras._classes import let_keras_find as _let_keras_find
+from fewbit.keras._cloning import clone_model as clone_model
 from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._printing import print_model as print_model
 from fewbit.keras._qat import to_ptq as to_ptq
@@ -39,6 +40,16 @@ from fewbit.keras._saving import save_to_preset as save_to_preset
 
 _let_keras_find()
 
+# Familiar, and rarely wanted.
+_FAMILIAR = {
+    **dict.fromkeys(("StaticQDQLayer", "DynamicQDQLayer"), "qdq"),
+    **dict.fromkeys(("dtype_mapping", "check_backend", "iterate_over_layers"), "utility"),
+    **dict.fromkeys(("get_quantize_fun", "get_dequantize_fun"), "utility"),
+    **dict.fromkeys(("get_scale", "get_q_params"), "utility"),
+    **dict.fromkeys(("register_algo", "algos_mapping", "verify_api"), "utility"),
+    **dict.fromkeys(("static_quantize", "dynamic_quantize"), "utility"),
+    "causal_lm_make_replace_generate_function": "utility",
+}
 # KerasHub takes seconds to import, and not every Keras user has it.
 _FOR_KERAS_HUB = {
     "GreedySampler": "samplers",
@@ -48,8 +59,9 @@ _FOR_KERAS_HUB = {
 
 
 def __getattr__(name: str) -> _Any:
-    if name in _FOR_KERAS_HUB:
+    home = _FOR_KERAS_HUB.get(name) or _FAMILIAR.get(name)
+    if home is not None:
         import importlib
 
-        return getattr(importlib.import_module(f"{__name__}.{_FOR_KERAS_HUB[name]}"), name)
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

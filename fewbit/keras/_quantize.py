@@ -1,12 +1,10 @@
 """Quantize a Keras model: plan every layer, calibrate, convert the layers one by one."""
 
-import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 
 from fewbit._plan import LeafPlan, Plan
@@ -14,18 +12,18 @@ from fewbit._progress import progress as with_progress
 from fewbit.keras._calibration import CalibrationError, Collector, observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
+from fewbit.keras._cloning import clone_model
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._qat import train_quantized, training_choice
 from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
-from fewbit.keras._variables import add_variable, store, sublayers, take_path, unlocked
-from fewbit.layouts import for_kernels
+from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.qt import QtProvider
 from fewbit.params import quantize_leaf
-from fewbit.qarray import WithAux, check_finite, get_scale_shape, quantize_with
+from fewbit.qarray import WithAux
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
 
 _MSG_NOT_A_MODEL = (
@@ -39,10 +37,6 @@ _MSG_TWICE = (
 _MSG_UNBUILT = (
     "{model} has not been built, so it has no weights to quantize: {first} has none. Call it once "
     "on sample data, model(x), or model.build(input_shape), then quantize it."
-)
-_MSG_NO_TWIN = (
-    "{model} cannot be made a second time from its get_config(), which inplace=False needs: {why} "
-    "Give the class a get_config() and a build(), or quantize the model itself: inplace=True."
 )
 _MSG_NO_CALIBRATION = (
     "Calibration function must be provided for static quantization. It gets the model and runs it "
@@ -58,8 +52,6 @@ _MSG_NOTHING = (
     "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
     "strict=False in the config lets this pass."
 )
-
-_quantize = jax.jit(quantize_with, static_argnums=1)
 
 
 def quantize_model(
@@ -85,7 +77,7 @@ def quantize_model(
     """
     _check_model(model)
     if not inplace:
-        model = clone(model)
+        model = clone_model(model)
     planned, plan = plan_model(model, quant_config)
     if isinstance(quant_config, QtProvider):
         for each in planned:
@@ -103,7 +95,8 @@ def quantize_model(
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
         planned = _reached(planned, collectors, stats)
-    for each in with_progress(planned, "Quantizing", show=progress):
+    # The largest layers last: what the others gave up makes room for them.
+    for each in with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress):
         convert(each, stats)
     make_saveable(model)
     guard_training(model)
@@ -182,41 +175,18 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
     become(layer, state)
 
 
+def _bytes(each: LayerPlan) -> int:
+    return sum(variable.value.nbytes for variable in named_variables(each.layer).values())
+
+
 def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> WithAux:
     """The variable's value as the plan's leaf says."""
     assert leaf.how is not None
-    if choice.granularity != "per_tensor" or leaf.how.tiled_axes:
-        return quantize_leaf(leaf.path, variable.value, leaf)
     # One scale for all, kept once per channel: the form that kernels read.
-    how = leaf.how.replace(rule=leaf.rule)
-    check_finite(variable.value, leaf.path)
-    q = _quantize(variable.value, how.replace(rule=None, channelwise_axes=()))
-    q = q.replace(scale=keras.ops.broadcast_to(q.scale, get_scale_shape(q.shape, how)))
-    return WithAux(for_kernels(q, how), how)
-
-
-def clone(model: keras.Layer) -> keras.Layer:
-    """A model of the same configuration, with the same float values under the same paths."""
-    try:
-        # A class that Keras would not find by its name is at hand: it need not be registered.
-        classes = {type(each).__name__: type(each) for each in sublayers(model)}
-        with keras.saving.custom_object_scope(classes):
-            twin = model.__class__.from_config(model.get_config())
-            if not twin.built and model.built:
-                config = model.get_build_config()
-                if config:
-                    twin.build_from_config(config)
-        pairs = list(zip(twin.variables, model.variables, strict=True))
-        layers = list(zip(sublayers(twin), sublayers(model), strict=True))
-    except (NotImplementedError, TypeError, ValueError) as error:
-        why = " ".join(re.split("Example:|Full object config:", str(error))[0].split())
-        name = f"{type(model).__name__} '{model.name}'"
-        raise ValueError(_MSG_NO_TWIN.format(model=name, why=why)) from error
-    for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled
-        new.assign(jnp.copy(old.value))
-    for new, old in [*pairs, *layers]:
-        take_path(new, old)
-    return twin
+    one = choice.granularity == "per_tensor" and not leaf.how.tiled_axes
+    measured = leaf.how.replace(channelwise_axes=()) if one else None
+    made = quantize_leaf(leaf.path, variable.value, leaf, measured)
+    return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
 
 
 def forget_compiled(model: keras.Layer) -> None:

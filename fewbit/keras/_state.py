@@ -14,7 +14,8 @@ from fewbit.rules import QuantizationRule
 
 _MSG_UNLOADED = (
     "{path} is quantized and its saved values ({names}) were not loaded. Load them: "
-    "model.load_weights(...), or from_preset without load_weights=False."
+    "model.load_weights(...), or from_preset without load_weights=False. A model made by "
+    "keras.models.clone_model has no values: fewbit.keras.clone_model(model) copies them too."
 )
 OPS = ("dot_general", "einsum", "conv_general_dilated", "ragged_dot", "take")
 
@@ -52,10 +53,21 @@ class LayerState:
 
     def _sketch(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The float call, for the shapes that Keras asks for before it loads the weights."""
+        names = ", ".join(self.awaited)
+        message = _MSG_UNLOADED.format(path=layer.path or layer.name, names=names)
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
-            names = ", ".join(self.awaited)
-            raise ValueError(_MSG_UNLOADED.format(path=layer.path or layer.name, names=names))
-        return self.program.float_call(layer, *args, **kwargs)
+            raise ValueError(message)
+
+        def refuse(x: Any) -> Any:
+            raise ValueError(message)
+
+        def refused(x: Any) -> Any:  # where this is compiled and run after all, as by predict
+            if not isinstance(x, jax.core.Tracer):
+                return x
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(refuse, shape, x, vmap_method="sequential")
+
+        return jax.tree.map(refused, self.program.float_call(layer, *args, **kwargs))
 
 
 def named_variables(layer: keras.Layer) -> dict[str, keras.Variable]:

@@ -65,5 +65,6 @@ def check_trainable(model: keras.Model) -> None:
     ]
     if held:
         more = f" and {len(held) - 1} more layers" if held[1:] else ""
-        name = f"{type(model).__name__} '{model.name}'"
+        cls = getattr(model, "_fewbit_original", type(model))
+        name = f"{cls.__name__} '{model.name}'"
         raise ValueError(_MSG_TRAIN.format(model=name, first=held[0], more=more))

@@ -170,6 +170,13 @@ def fill(
     return store(layer, variable, value)
 
 
+def drop_variables(layer: keras.Layer, variables: list[keras.Variable]) -> None:
+    """Let a layer forget variables of its own."""
+    with unlocked(layer):
+        for variable in variables:
+            layer._untrack_variable(variable)
+
+
 def set_variable(
     layer: keras.Layer, name: str, value: jax.Array, old: keras.Variable | None
 ) -> keras.Variable:

@@ -1,0 +1,69 @@
+"""A second model with the same values, float or quantized."""
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from fewbit.keras._classes import is_quantized
+from fewbit.keras._variables import sublayers, take_path
+
+_MSG_NO_TWIN = (
+    "{model} cannot be made a second time from its get_config(), which {wanted} needs: {why} "
+    "Give the class a get_config() and a build(){instead}."
+)
+
+
+def clone_model(model: keras.Layer) -> Any:
+    """A model of the same configuration, with copies of the values under the same paths.
+
+    `keras.models.clone_model` starts with new random values, which a quantized layer has none of.
+
+    >>> import fewbit.keras, numpy as np
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    >>> config = fewbit.keras.DynamicQuantConfig('int8')
+    >>> model = fewbit.keras.quantize_model(model, config, progress=False)
+    >>> x = np.ones((1, 8), 'float32')
+    >>> bool((clone_model(model)(x) == model(x)).all())
+    True
+    """
+    quantized = any(is_quantized(each) for each in [model, *sublayers(model)])
+    try:
+        # A class that Keras would not find by its name is at hand: it need not be registered.
+        classes = {
+            cls.__name__: cls
+            for each in sublayers(model)
+            for cls in [getattr(each, "_fewbit_original", type(each))]
+        }
+        with keras.saving.custom_object_scope(classes):
+            twin = model.__class__.from_config(model.get_config())
+            if not twin.built and model.built:
+                config = model.get_build_config()
+                if config:
+                    twin.build_from_config(config)
+        layers = list(zip(sublayers(twin), sublayers(model), strict=True))
+        if quantized:
+            _copy_saved([(twin, model), *layers])
+        pairs = list(zip(twin.variables, model.variables, strict=True))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        why = " ".join(re.split("Example:|Full object config:", str(error))[0].split())
+        name = f"{type(model).__name__} '{model.name}'"
+        wanted = "fewbit.keras.clone_model" if quantized else "inplace=False"
+        instead = "" if quantized else ", or quantize the model itself: inplace=True"
+        text = _MSG_NO_TWIN.format(model=name, why=why, wanted=wanted, instead=instead)
+        raise ValueError(text) from error
+    for new, old in pairs:  # copies: Keras gives up the arrays of a model that it runs compiled
+        new.assign(jnp.copy(old.value))
+    for new, old in [*pairs, *layers]:
+        take_path(new, old)
+    return twin
+
+
+def _copy_saved(layers: list[tuple[Any, Any]]) -> None:
+    """What each quantized layer would write into a file, taken over by its twin."""
+    for new, old in layers:
+        if is_quantized(old):
+            store: dict[str, Any] = {}
+            old.save_own_variables(store)
+            new.load_own_variables(store)

@@ -1,0 +1,81 @@
+"""Memory while a Keras model is quantized in place, read from the system in a new process."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from fewbit import kernels
+
+pytestmark = [
+    pytest.mark.skipif(
+        not kernels.native_available(), reason=f"no native part: {kernels.info().missing}"
+    ),
+    pytest.mark.skipif(not pathlib.Path("/proc/self/clear_refs").exists(), reason="no /proc here"),
+]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MOST = 1.3  # of the float model's bytes
+
+CHILD = """
+import ctypes, gc, json, sys
+import keras
+import fewbit.keras
+from fewbit.keras import DynamicQuantConfig
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+def model_of(words, width):
+    inputs = keras.Input((8,), dtype="int32")
+    table = keras.layers.ReversibleEmbedding(words, width)
+    x = table(inputs)
+    for _ in range(6):
+        x = keras.layers.Dense(width)(keras.layers.Dense(2 * width)(x))
+    return keras.Model(inputs, table(x, reverse=True))
+
+def measured(words, width):
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status("VmRSS")
+    model = model_of(words, width)
+    floats = sum(variable.value.block_until_ready().nbytes for variable in model.variables)
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as peak:
+        peak.write("5")  # the high-water mark begins here
+    fewbit.keras.quantize_model(model, config, progress=False)
+    stored = sum(variable.value.nbytes for variable in model.variables)
+    return floats, stored, status("VmHWM") - before
+
+config = DynamicQuantConfig(**json.loads(sys.argv[1]))
+measured(32000, 512)  # compiled programs are there before anything is counted
+print(json.dumps(measured(32000, 512)))
+"""
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"weight_dtype": "int8", "activation_dtype": "int8"},
+        pytest.param(
+            {"weight_dtype": "int4", "activation_dtype": None, "group_size": 32},
+            marks=pytest.mark.long,
+        ),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
+    ids=["int8", "int4", "fp8"],
+)
+def test_quantizing_in_place_stays_near_the_float_model(config):
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, json.dumps(config)],
+        **dict(capture_output=True, text=True, cwd=ROOT, timeout=300),
+        env={**os.environ, "XLA_FLAGS": ""},  # one device
+    )
+    assert done.returncode == 0, done.stderr
+    floats, stored, peak = json.loads(done.stdout.splitlines()[-1])
+    assert floats > 80e6
+    assert stored < 0.35 * floats
+    assert peak < MOST * floats, f"{peak / floats:.2f} times the float model"
