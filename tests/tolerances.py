@@ -53,3 +53,8 @@ FUSED_BF16 = 4 * BF16_ULP
 
 # Errors that a page prints, measured by a program that was compiled another way: a few codes turn.
 PRINTED_ERROR = 1e-2
+
+# A product plus its adapter against float64, of the largest number: three float32 sums.
+LORA_F32 = 3e-6
+# The same in bfloat16, where the low-rank product is rounded between its two steps.
+LORA_BF16 = 4 * BF16_ULP
