@@ -59,7 +59,7 @@ def test_training_changes_the_adapters_and_nothing_else():
     _, lora = adapted(weight_qtype="int8", lora_b_initializer="zeros")
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(lora)))
     optimizer = nnx.Optimizer(lora, optax.adam(1e-2), wrt=nnx.LoRAParam)
-    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 * 4 + 1
+    assert len(jax.tree.leaves(nnx.state(optimizer, nnx.optimizer.OptState))) == 2 * 4 + 2
     y = normal(4, 16, seed=9)
 
     @nnx.jit
@@ -110,7 +110,7 @@ def test_a_stack_of_blocks_under_scan():
     class Stack(nnx.Module):
         def __init__(self, rngs):
             make = nnx.vmap(Block, in_axes=0, out_axes=0)
-            self.blocks = make(rngs.fork(split=3))
+            self.blocks = make(rngs.split(3))
 
         def __call__(self, x):
             @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
