@@ -91,7 +91,9 @@ def add_to_rows(adapter: SiteAdapter, eqn: Any, indices: Any, out: Any) -> Any:
     ids = indices[..., 0]
     plan, here = adapter.plan, adapter.here
     a, b = adapter.factors(jnp.promote_types(out.dtype, jnp.float32))
-    take = dict(mode=mode, fill_value=0)
+    # Out of bounds, the base's row says it (NaN, or the last one): the update adds nothing to NaN.
+    clip = mode == lax.GatherScatterMode.CLIP
+    take: dict[str, Any] = dict(mode="clip" if clip else "fill", fill_value=None if clip else 0)
     rows = here.axes[axis]
     left, right = [g for g in plan.inner if g != rows], [g for g in plan.outer if g != rows]
     flat = ids.reshape(-1)

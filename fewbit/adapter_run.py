@@ -5,7 +5,7 @@ the program can reach them and gradients come back through every body.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -127,9 +127,15 @@ class Adapters:
 
 
 def check_adapters(
-    plans: Mapping[str, AdapterPlan], values: Mapping[str, Any], strict: bool
+    plans: Mapping[str, AdapterPlan],
+    values: Mapping[str, Any],
+    strict: bool,
+    used: Collection[str | None] | None = None,
 ) -> None:
-    """Every planned adapter is there, in its shape; strictly, none is there without a plan."""
+    """Every planned adapter is there, in its shape; strictly, none is there without a plan.
+
+    `used` are the parameters of the program: the adapters of others (another method's) may wait.
+    """
     wanted = {name: plan for plan in plans.values() for name in plan.names}
     missing = [name for name in wanted if name not in values]
     given = [name for name in values if name.endswith((LORA_A, LORA_B))]
@@ -146,9 +152,10 @@ def check_adapters(
         )
     for name, plan in wanted.items():
         check_shape(name, tuple(values[name].shape), plan)
-    if extra and strict:
-        leaf = extra[0].removesuffix(LORA_A).removesuffix(LORA_B)
-        raise ValueError(_MSG_UNUSED.format(name=extra[0], leaf=leaf))
+    for name in extra if strict else ():
+        leaf = name.removesuffix(LORA_A).removesuffix(LORA_B)
+        if used is None or leaf in used:
+            raise ValueError(_MSG_UNUSED.format(name=name, leaf=leaf))
 
 
 def check_shape(name: str, found: tuple[int, ...], plan: AdapterPlan) -> None:

@@ -243,7 +243,8 @@ class Runner:
             say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
         if self.provider.adapts:
             plans = planned_adapters([traced.program], [decisions])
-            check_adapters(plans, traced.scales, self.provider.strict)
+            used = {ts.site.weight for ts in traced.program.sites}
+            check_adapters(plans, traced.scales, self.provider.strict, used)
         return traced, decisions
 
     def check_trains(self, traced: Traced, decisions: dict[str, Decision]) -> None:

@@ -57,3 +57,7 @@ PRINTED_ERROR = 1e-2
 # A training product against float64, of the largest result: scales, sums and the scaled gradient in
 # float32.
 QT_FLOAT32 = 3e-6
+# A product plus its adapter against float64, of the largest number: three float32 sums.
+LORA_F32 = 3e-6
+# The same in bfloat16, where the low-rank product is rounded between its two steps.
+LORA_BF16 = 4 * BF16_ULP

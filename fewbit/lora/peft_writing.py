@@ -5,7 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -64,13 +64,17 @@ def save_adapters(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(tensors.items())
-    infos = [(name, dtype_name(array.dtype), array.shape) for name, array in ordered]
+    infos = [(name, str(dtype_name(array.dtype)), array.shape) for name, array in ordered]
     own = {"format": "pt", CONFIG_KEY: json.dumps(strengths(config), sort_keys=True)}
     with SafetensorsWriter(folder / TENSORS, infos, own) as writer:
         for name, array in ordered:
             writer.write(name, array)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    write_atomically(folder / CONFIG, lambda file: file.write(text.encode()) and None)
+
+    def write(file: BinaryIO) -> None:
+        file.write(text.encode())
+
+    write_atomically(folder / CONFIG, write)
 
 
 def planned(name: str, params: Any, plan: Any) -> tuple[AdapterPlan, ...]:

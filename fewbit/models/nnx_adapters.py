@@ -89,7 +89,7 @@ def fresh(adapter: AdapterPlan, key: jax.Array, weight: nnx.Variable) -> dict[st
     abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     arrays = jax.eval_shape(make, key) if abstract else make(key)
     metadata = weight.get_metadata()
-    made = {}
+    made: dict[str, nnx.Variable] = {}
     for name, array in arrays.items():
         variable = nnx.LoRAParam(adapter_init.place(array, name, adapter, value))
         for axes in _AXES:
@@ -113,7 +113,7 @@ def dropout_key(model: Any, provider: Any) -> dict[str, Any]:
     dropout = getattr(model, DROPOUT_ATTRIBUTE, None)
     if not isinstance(dropout, nnx.Dropout) or dropout.deterministic:
         return {}
-    return {DROPOUT: dropout.rngs()}  # type: ignore[operator,misc]
+    return {DROPOUT: dropout.rngs()}
 
 
 def plans(model: nnx.Module) -> tuple[AdapterPlan, ...]:
