@@ -5,6 +5,7 @@ leaf depends on that leaf alone.
 """
 
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import permutations
 from math import prod
@@ -18,10 +19,19 @@ from fewbit._plan import Plan, ScalePlan
 from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
+from fewbit.learned_scales import is_learned, split_learned, trained_scale
 from fewbit.observed import Statistics
-from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
+from fewbit.qarray import (
+    HowToQuantize,
+    QArray,
+    WithAux,
+    abstract_quantized,
+    check_finite,
+    quantize_with,
+)
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
+from fewbit.training.learned import QSCALE, quantize_learned
 
 _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
@@ -83,14 +93,16 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
-    if isinstance(params, LoraParams):
+    template = _Template(abstract_quantized_params, allow_extra_params)
+    if isinstance(params, LoraParams) and not template.learns:
         allowed = dict(
             allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
         )
         rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
         return LoraParams(rest, params.adapters)
-    template = _Template(abstract_quantized_params, allow_extra_params)
-
+    learned: dict[str, Any] = {}
+    if template.learns:
+        params, learned = split_learned(params)
     seen = []
 
     def leaf(keypath, value):
@@ -104,7 +116,7 @@ def quantize_params(
         how, shape, boxed = found
         if how is None or shape is None:
             return _kept(path, value, shape)
-        return _quantized(path, value, how, shape, boxed)
+        return _quantized(path, value, how, shape, boxed, learned)
 
     result = jax.tree_util.tree_map_with_path(
         leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
@@ -179,6 +191,11 @@ class _Template:
                 name = path.removesuffix(SCALE)
                 self.scales[name] = _template_scale(name, value, "")
 
+    @property
+    def learns(self) -> bool:
+        """Whether a parameter is stored with a scale that training found."""
+        return any(is_learned(how) for how, _, _ in self.leaves.values())
+
     def leaf(self, path: str) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any] | None:
         if path not in self.leaves:
             if self.allow_extra:
@@ -230,9 +247,10 @@ def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | 
     return value.how, tuple(q.shape), None
 
 
-def quantize_leaf(path: str, value: Any, leaf: Any) -> Any:
-    """One parameter as the plan's leaf says."""
-    return _quantized(path, value, leaf.how.replace(rule=leaf.rule), tuple(leaf.shape), _WHOLE)
+def quantize_leaf(path: str, value: Any, leaf: Any, learned: Mapping[str, Any] = {}) -> Any:
+    """One parameter as the plan's leaf says; `learned` are the scales that training found."""
+    how = leaf.how.replace(rule=leaf.rule)
+    return _quantized(path, value, how, tuple(leaf.shape), _WHOLE, learned)
 
 
 def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:
@@ -268,7 +286,12 @@ def _is_turned(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _quantized(
-    path: str, value: Any, how: HowToQuantize, shape: tuple[int, ...], boxed: Any
+    path: str,
+    value: Any,
+    how: HowToQuantize,
+    shape: tuple[int, ...],
+    boxed: Any,
+    learned: Mapping[str, Any] = {},
 ) -> Any:
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
@@ -288,7 +311,13 @@ def _quantized(
         array = _reshaped(array, shape)
     check_finite(array, path)
     if isinstance(array, jax.ShapeDtypeStruct):
-        q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+        q = abstract_quantized(array, how)
+    elif is_learned(how):
+        scale = trained_scale(path, shape, how, learned)
+        scale = unboxed(scale) if _is_box(scale) else scale
+        check_finite(scale, path + QSCALE)
+        q = quantize_learned(jnp.asarray(array), jnp.asarray(scale), how)
+        warn_clamped(q.scale, path, stacklevel=5)
     else:
         # The rule changes nothing here, and each layer may have its own: compiled once without it.
         q = _quantize_leaf(jnp.asarray(array), how.replace(rule=None))
