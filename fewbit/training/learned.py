@@ -146,16 +146,12 @@ def _lsq_tangent(clip: bool, primals: Any, tangents: Any) -> Any:
     wide = parameter_dtype(array.dtype)
     sign = jnp.where(parameter < 0, -jnp.ones_like(parameter), jnp.ones_like(parameter))
     step = (d_parameter * sign).astype(wide) * gradient_factor(array.shape, q, wide)
-    in_units = units(array.astype(wide), q.scale.astype(wide), None, None, q.tile_shape)
-
-    def tangent(v: Any, code: Any, d: Any, step: Any) -> Any:
-        inside = (v >= low) & (v <= high)
-        number = convert_from(code, q.qtype, wide)
-        passed = jnp.where(inside, d, jnp.zeros_like(d)) if clip else d
-        return passed + jnp.where(inside, number - v, number) * step
-
-    parts = (q.qvalue, d_array.astype(wide), step)
-    moved = map_tiles(tangent, in_units, *parts, tile_shape=q.tile_shape)
+    v = units(array.astype(wide), q.scale.astype(wide), None, None, q.tile_shape)
+    spread = map_tiles(lambda v, s: jnp.ones_like(v) * s, v, step, tile_shape=q.tile_shape)
+    inside = (v >= low) & (v <= high)
+    number, d = convert_from(q.qvalue, q.qtype, wide), d_array.astype(wide)
+    moved = jnp.where(inside, d, jnp.zeros_like(d)) if clip else d
+    moved = moved + jnp.where(inside, number - v, number) * spread
     return _rounded(clip, array, parameter, q), moved.astype(array.dtype)
 
 
