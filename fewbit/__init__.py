@@ -80,6 +80,7 @@ if (
     from fewbit.lora.peft_reading import load_adapters as load_adapters
     from fewbit.lora.peft_writing import save_adapters as save_adapters
     from fewbit.models.converting import to_ptq as to_ptq
+    from fewbit.models.learning import add_learned_scales as add_learned_scales
     from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
     from fewbit.models.linen_drop_in import QtEinsum as QtEinsum
     from fewbit.observed import Statistics as Statistics

@@ -1,4 +1,4 @@
-"""The language of calibration methods: 'absmax', 'minmax,0.9', 'fixed,-6,6', 'mse', ..."""
+"""The language of calibration methods: 'absmax', 'minmax,0.9', 'fixed,-6,6', 'learned', ..."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import difflib
 import functools
 import math
 
+from fewbit._formats import Format
 from fewbit.numerics import QType, format_of, get_asymmetric_bound, get_symmetric_bound
 
 MSE_STEPS = 50
+LSQ = "lsq"  # a start of learned scales: twice the mean magnitude over the root of the largest code
 
 _SPELLINGS = {
     "absmax": "'absmax' or 'absmax,<factor>'",
@@ -18,7 +20,18 @@ _SPELLINGS = {
     "fixed": "'fixed,<max>' or 'fixed,<min>,<max>', for example 'fixed,-6,6'",
     "percentile": "'percentile,<p>' with p in (0, 100], for example 'percentile,99.9'",
     "mse": "'mse' or 'mse,<steps>'",
+    "learned": "'learned' or 'learned,<start>', for example 'learned,mse' or 'learned,lsq'",
 }
+
+_MSG_START = (
+    "Unsupported calibration: {method}. A learned scale is one number that grows in both "
+    "directions from zero, which {start!r} does not give. Start it with 'absmax', 'mse', 'rms,7', "
+    "'percentile,99.9' or 'lsq': write 'learned,mse'."
+)
+_MSG_FORMAT = (
+    "Format {name} cannot have learned scales: {why}. Learn them for int2 to int16, fp8 or fp4, or "
+    "write calibration_method='absmax'."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +39,12 @@ class Method:
     """A parsed calibration method: how an array becomes a range.
 
     `args` is complete: a factor left out is 1, a step count left out is the default, and a fixed
-    range is always (low, high).
+    range is always (low, high). `start` is where a learned scale begins, '' for the default.
     """
 
     name: str
     args: tuple[float, ...] = ()
+    start: str = dataclasses.field(default="", repr=False)
 
     @property
     def asymmetric(self) -> bool:
@@ -47,6 +61,11 @@ class Method:
         """Whether values of the array itself may lie outside the range."""
         return self.name not in ("absmax", "minmax") or self.args[0] < 1
 
+    @property
+    def learned(self) -> bool:
+        """Whether the scale is a parameter that training fits, and no function of the array."""
+        return self.name == "learned"
+
 
 @functools.cache
 def parse_method(method: str) -> Method:
@@ -62,6 +81,8 @@ def parse_method(method: str) -> Method:
         close = difflib.get_close_matches(name, _SPELLINGS, n=1, cutoff=0.4)
         hint = f" Did you mean {_SPELLINGS[close[0]]}?" if close else ""
         raise ValueError(f"Unsupported calibration: {method}.{hint} Methods: {_spellings()}.")
+    if name == "learned":
+        return _learned(method, ",".join(words))
     try:
         args = tuple(float(word) for word in words)
     except ValueError:
@@ -81,6 +102,8 @@ def check_method(method: str | Method, qtype: QType) -> None:
     """
     method = parse_method(method) if isinstance(method, str) else method
     row = format_of(qtype)
+    if method.learned:
+        _check_learned_format(row)
     if row.kind == "sign" and not method.asymmetric:
         return
     if method.asymmetric:
@@ -92,6 +115,36 @@ def check_method(method: str | Method, qtype: QType) -> None:
             f"Format {row.name} needs a scale for each tile of {row.tile}, but 'fixed' gives one "
             "range for the whole array. Use 'absmax'."
         )
+
+
+def start_method(method: str | Method, qtype: QType) -> str:
+    """The method that a learned scale starts from: mse where codes are few, else absmax.
+
+    >>> start_method('learned', 'int2'), start_method('learned', 'int8')
+    ('mse', 'absmax')
+    """
+    method = parse_method(method) if isinstance(method, str) else method
+    return method.start or ("mse" if format_of(qtype).bits <= 4 else "absmax")
+
+
+def _check_learned_format(row: Format) -> None:
+    why = None
+    if row.scale_dtype is not None:
+        why = f"its scales are {row.scale_dtype}, too coarse to follow a gradient"
+    elif row.kind in ("table", "sign"):
+        why = "its codes are no multiples of the scale"
+    elif row.bound is None:
+        why = "its codes are not symmetric around zero"
+    if why is not None:
+        raise ValueError(_MSG_FORMAT.format(name=row.name, why=why))
+
+
+def _learned(method: str, start: str) -> Method:
+    if start not in ("", LSQ):
+        inner = parse_method(start)
+        if inner.asymmetric or inner.per_tensor or inner.learned:
+            raise ValueError(_MSG_START.format(method=method, start=start))
+    return Method("learned", start=start)
 
 
 def _spellings() -> str:

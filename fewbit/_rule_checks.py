@@ -211,8 +211,20 @@ def check_qtype(where: str, field: str, value: Any) -> Any:
     return _placed(f"{where}: {field}", canonical_qtype, value)
 
 
-def check_calibration(where: str, field: str, value: Any, qtype: Any) -> str | None:
-    """A calibration method that the type, where there is one, can express."""
+_MSG_LEARNED = (
+    "{where}: {field}={value!r}, but a learned scale is a parameter beside a weight, which "
+    "training fits. Write QtRule(weight_calibration_method={value!r}, ...) for a QtProvider; here "
+    "write {instead!r}."
+)
+
+
+def check_calibration(
+    where: str, field: str, value: Any, qtype: Any, learned: bool = False
+) -> str | None:
+    """A calibration method that the type, where there is one, can express.
+
+    `learned` tells whether the field is one whose scale can be a parameter.
+    """
     if value is None:
         if qtype is not None:
             default = f"{where}: {field} is the default 'absmax' with {qtype_name(qtype)}"
@@ -222,7 +234,11 @@ def check_calibration(where: str, field: str, value: Any, qtype: Any) -> str | N
         raise TypeError(
             f"{where}: {field} must be a string such as 'absmax' or 'minmax', got {value!r}."
         )
-    _placed(f"{where}: {field}={value!r}", parse_method, value)
+    method = _placed(f"{where}: {field}={value!r}", parse_method, value)
+    if method.learned and not learned:
+        instead = "mse" if method.start in ("", "lsq") else method.start
+        text = dict(where=where, field=field, value=value, instead=instead)
+        raise ValueError(_MSG_LEARNED.format(**text))
     if qtype is not None:
         _placed(f"{where}: {field}={value!r} with {qtype_name(qtype)}", check_method, value, qtype)
     return value

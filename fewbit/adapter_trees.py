@@ -1,8 +1,4 @@
-"""Adapters in parameter trees: `<w>_lora_a` and `<w>_lora_b` beside the weight `<w>`.
-
-Dicts, lists and tuples hold adapters where the weight lies. A tree of another kind (an Equinox
-module, a list of arrays) has no room for them: `LoraParams` holds both.
-"""
+"""Adapters in parameter trees: `<w>_lora_a` and `<w>_lora_b` beside the weight `<w>`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +7,7 @@ import jax
 
 from fewbit._plan_adapter import LORA_A, LORA_B
 from fewbit.adapter_params import LoraParams
+from fewbit.beside import owner_of, put_beside, split_beside
 from fewbit.calls import key_name
 from fewbit.engine import is_stored
 from fewbit.params import is_box
@@ -24,8 +21,7 @@ def weight_of(name: str) -> str | None:
     >>> weight_of('up/kernel_lora_a'), weight_of('up/kernel')
     ('up/kernel', None)
     """
-    ending = next((end for end in SUFFIXES if name.endswith(end)), None)
-    return None if ending is None else name.removesuffix(ending)
+    return owner_of(name, SUFFIXES)
 
 
 def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
@@ -34,31 +30,7 @@ def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
     >>> split_adapters({'up': {'w': 1, 'w_lora_a': 2, 'w_lora_b': 3}})
     ({'up': {'w': 1}}, {'up/w_lora_a': 2, 'up/w_lora_b': 3})
     """
-    if isinstance(tree, LoraParams):
-        rest, found = split_adapters(tree.params)
-        return rest, {**found, **tree.adapters}
-    found = {}
-
-    def without(node: Any, path: str) -> Any:
-        if is_stored(node) or is_box(node):
-            return node
-        if isinstance(node, Mapping):
-            kept = {}
-            for key, value in node.items():
-                own = weight_of(str(key))
-                if own is not None and any(str(k) == own for k in node):
-                    found[f"{path}{key}"] = value
-                else:
-                    kept[key] = without(value, f"{path}{key}/")
-            same = len(kept) == len(node) and all(kept[key] is node[key] for key in kept)
-            return node if same else type(node)(kept)  # type: ignore[call-arg]
-        if type(node) in (list, tuple):
-            items = [without(value, f"{path}{k}/") for k, value in enumerate(node)]
-            same = all(a is b for a, b in zip(items, node, strict=True))
-            return node if same else type(node)(items)
-        return node
-
-    return without(tree, ""), found
+    return split_beside(tree, SUFFIXES)
 
 
 def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
@@ -67,32 +39,7 @@ def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
     >>> put_adapters({'up': {'w': 1}}, {'up/w_lora_a': 2})
     {'up': {'w': 1, 'w_lora_a': 2}}
     """
-    if not adapters:
-        return tree
-    if isinstance(tree, LoraParams):
-        return LoraParams(tree.params, {**tree.adapters, **adapters})
-    placed: set[str] = set()
-
-    def place(node: Any, path: str) -> Any:
-        if is_stored(node) or is_box(node):
-            return node
-        if isinstance(node, Mapping):
-            new = {key: place(value, f"{path}{key}/") for key, value in node.items()}
-            for key in node:
-                for end in SUFFIXES if isinstance(key, str) else ():
-                    name = f"{path}{key}{end}"
-                    if name in adapters:
-                        new[f"{key}{end}"] = adapters[name]
-                        placed.add(name)
-            same = len(new) == len(node) and all(new[key] is node[key] for key in node)
-            return node if same else type(node)(new)  # type: ignore[call-arg]
-        if type(node) in (list, tuple):
-            return type(node)(place(value, f"{path}{k}/") for k, value in enumerate(node))
-        return node
-
-    made = place(tree, "")
-    left = {name: value for name, value in adapters.items() if name not in placed}
-    return LoraParams(made, left) if left else made
+    return put_beside(tree, adapters, SUFFIXES)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fewbit._how import HowToQuantize, get_tile_shape
 from fewbit._methods import Method as Method
 from fewbit._methods import check_method as check_method
 from fewbit._methods import parse_method as parse_method
+from fewbit._methods import start_method as start_method
 from fewbit._scales import compute_scale_zero_point as compute_scale_zero_point
 from fewbit._scales import compute_scales as compute_scales
 from fewbit._scales import units, values
@@ -24,6 +25,12 @@ from fewbit.numerics import convert_to, format_of, should_quantize, wider
 from fewbit.tiling import reduce_tiles, scale_dims
 
 Calibration = dict[str, jax.Array]
+
+_MSG_LEARNED = (
+    "calibration_method={method!r}: a learned scale is a parameter that training fits, and cannot "
+    "be told from an array alone. Train with QtProvider([QtRule(weight_calibration_method="
+    "'learned', ...)]) and convert with fewbit.to_ptq, or write 'mse'."
+)
 
 
 def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
@@ -41,6 +48,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
         )
     method = parse_method(how.calibration_method)
     check_method(method, how.qtype)
+    if method.learned:
+        raise ValueError(_MSG_LEARNED.format(method=how.calibration_method))
     tile_shape = get_tile_shape(array.shape, how)
     # Sums of 16-bit numbers are made in float32, or they would depend on what XLA fuses.
     wide = array.astype(wider(array.dtype, jnp.float32))

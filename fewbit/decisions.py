@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewbit._plan_messages import Complaint, PlanError
+from fewbit.calibration import parse_method
 from fewbit.numerics import format_of, qtype_name, should_quantize
 from fewbit.ops import granularity, panel_conv
 from fewbit.provenance import (
@@ -317,9 +318,10 @@ def granularity_text(how: HowToQuantize | None) -> str:
     """How a weight's scales are laid out, for the table."""
     if how is None:
         return ""
+    learned = ", learned" if parse_method(how.calibration_method).learned else ""
     if how.tiled_axes:
-        return "tile " + "x".join(str(t) for t in how.tiled_axes.values())
-    return "per-channel" if how.channelwise_axes else "per-tensor"
+        return "tile " + "x".join(str(t) for t in how.tiled_axes.values()) + learned
+    return ("per-channel" if how.channelwise_axes else "per-tensor") + learned
 
 
 def _shape(shape: Sequence[int]) -> str:

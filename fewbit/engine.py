@@ -19,8 +19,9 @@ from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import bind, forwards
 from fewbit.layouts import for_kernels
+from fewbit.learned_scales import abstract_learned, check_learned
 from fewbit.provenance import Constant
-from fewbit.qarray import QArray, WithAux, quantize_with
+from fewbit.qarray import QArray, WithAux, abstract_quantized
 from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
 from fewbit.static_scales import NOISE, ScaleName, abstract_scales, planned_scales
@@ -30,6 +31,7 @@ from fewbit.trace import Program, analyse
 from fewbit.trained import trained_values
 from fewbit.trained_statistics import added as added_statistics
 from fewbit.trained_statistics import range_tap
+from fewbit.training.learned import QSCALE
 from fewbit.weight import Weight, is_weight, plain, without_gradient
 
 LeafPath = Callable[[tuple[Any, ...]], str | None]
@@ -102,6 +104,7 @@ class Traced:
     forwarded: Sequence[int | None]  # output k is input forwarded[k], untouched
     leaves: list[Leaf | None]  # aligned with values; None for an input that is no parameter
     scales: dict[str, Any] = field(default_factory=dict)  # static scales among the inputs
+    learned: dict[str, Any] = field(default_factory=dict)  # scales that training fits
 
 
 class Runner:
@@ -163,6 +166,7 @@ class Runner:
         twice = [name for name, count in Counter(name for name, _ in scales).items() if count > 1]
         if twice:
             raise ValueError(_MSG_TWICE.format(what=self.what, name=twice[0]))
+        learned = {name: value for name, value in scales if name.endswith(QSCALE)}
         return Traced(
             program,
             values,
@@ -172,7 +176,8 @@ class Runner:
                 None if path is None else Leaf(path, tuple(view.shape), view.dtype)
                 for path, view in zip(paths, views, strict=True)
             ],
-            dict(scales),
+            {name: value for name, value in scales if name not in learned},
+            learned,
         )
 
     def rule_for(self, values: Sequence[Any]) -> RuleFor:
@@ -215,7 +220,7 @@ class Runner:
         if not self.provider.trains:
             return traced.values
         requests = storage([traced.program], [decisions], lambda message: None)
-        return trained_values(traced.values, traced.leaves, requests)
+        return trained_values(traced.values, traced.leaves, requests, traced.learned)
 
     def as_traced(self, tree: Any) -> list[Any]:
         """The leaves that the function itself returns for float leaves, no Site replaced."""
@@ -233,6 +238,10 @@ class Runner:
         self.provider.check_ready(rules)
         if self.provider.trains and self.root:
             self.check_trains(traced, decisions)
+        if self.provider.trains and (self.provider.learns or traced.learned):
+            requests = storage([traced.program], [decisions], lambda message: None)
+            strict = self.provider.strict and self.root
+            check_learned(traced.leaves, requests, traced.learned, strict)
         if self.provider.quantizes_params:
             requests = storage([traced.program], [decisions], lambda message: None)
             if self.root:
@@ -337,9 +346,11 @@ class Runner:
             dtypes = {leaf.path: leaf.dtype for leaf in traced.leaves if leaf}
             scales |= abstract_adapters(planned_adapters([traced.program], [decisions], dtypes))
 
-        def go(values, scales):
+        learned = abstract_learned(traced.leaves, requests) if trains else {}
+
+        def go(values, scales, learned):
             if trains:
-                values = trained_values(values, traced.leaves, requests)
+                values = trained_values(values, traced.leaves, requests, learned)
             outs, dequantized = self.run(
                 traced.program,
                 decisions,
@@ -350,11 +361,11 @@ class Runner:
             seen.extend(dequantized)
             return [plain(out) for out in outs]
 
-        jax.eval_shape(go, values, scales)
+        jax.eval_shape(go, values, scales, learned)
         return ran, seen
 
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:
     array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+    q = abstract_quantized(array, how)
     return Weight(for_kernels(q, how), leaf.path)

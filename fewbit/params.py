@@ -5,6 +5,7 @@ leaf depends on that leaf alone.
 """
 
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import permutations
 from math import prod
@@ -18,11 +19,19 @@ from fewbit._plan import Plan, ScalePlan
 from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
+from fewbit.learned_scales import is_learned, split_learned, trained_scale
 from fewbit.observed import Statistics
-from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
+from fewbit.qarray import (
+    HowToQuantize,
+    QArray,
+    WithAux,
+    abstract_quantized,
+    check_finite,
+)
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
 from fewbit.storing import quantize_for_kernels, quantize_plain
+from fewbit.training.learned import QSCALE, quantize_learned
 
 _MSG_EXTRA = (
     "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
@@ -82,14 +91,16 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
-    if isinstance(params, LoraParams):
+    template = _Template(abstract_quantized_params, allow_extra_params)
+    if isinstance(params, LoraParams) and not template.learns:
         allowed = dict(
             allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
         )
         rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
         return LoraParams(rest, params.adapters)
-    template = _Template(abstract_quantized_params, allow_extra_params)
-
+    learned: dict[str, Any] = {}
+    if template.learns:
+        params, learned = split_learned(params)
     seen = []
 
     def leaf(keypath, value):
@@ -103,7 +114,7 @@ def quantize_params(
         how, shape, boxed = found
         if how is None or shape is None:
             return _kept(path, value, shape)
-        return _quantized(path, value, how, shape, boxed)
+        return _quantized(path, value, how, shape, boxed, learned=learned)
 
     result = jax.tree_util.tree_map_with_path(
         leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
@@ -178,6 +189,11 @@ class _Template:
                 name = path.removesuffix(SCALE)
                 self.scales[name] = _template_scale(name, value, "")
 
+    @property
+    def learns(self) -> bool:
+        """Whether a parameter is stored with a scale that training found."""
+        return any(is_learned(how) for how, _, _ in self.leaves.values())
+
     def leaf(self, path: str) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any] | None:
         if path not in self.leaves:
             if self.allow_extra:
@@ -229,10 +245,19 @@ def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | 
     return value.how, tuple(q.shape), None
 
 
-def quantize_leaf(path: str, value: Any, leaf: Any, measured: HowToQuantize | None = None) -> Any:
-    """One parameter as the plan's leaf says; `measured` as in `storing.quantize_for_kernels`."""
+def quantize_leaf(
+    path: str,
+    value: Any,
+    leaf: Any,
+    measured: HowToQuantize | None = None,
+    learned: Mapping[str, Any] = {},
+) -> Any:
+    """One parameter as the plan's leaf says; `measured` as in `storing.quantize_for_kernels`.
+
+    `learned` are the scales that training found.
+    """
     how = leaf.how.replace(rule=leaf.rule)
-    return _quantized(path, value, how, tuple(leaf.shape), _WHOLE, measured)
+    return _quantized(path, value, how, tuple(leaf.shape), _WHOLE, measured, learned)
 
 
 def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:
@@ -274,6 +299,7 @@ def _quantized(
     shape: tuple[int, ...],
     boxed: Any,
     measured: HowToQuantize | None = None,
+    learned: Mapping[str, Any] = {},
 ) -> Any:
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
@@ -294,7 +320,14 @@ def _quantized(
     check_finite(array, path)
     packs = boxed is _WHOLE and box is None  # a template is another program's, and plain
     if isinstance(array, jax.ShapeDtypeStruct):
-        q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+        q = abstract_quantized(array, how)
+        q = for_kernels(q, how) if packs else q
+    elif is_learned(how):
+        scale = trained_scale(path, shape, how, learned)
+        scale = unboxed(scale) if _is_box(scale) else scale
+        check_finite(scale, path + QSCALE)
+        q = quantize_learned(jnp.asarray(array), jnp.asarray(scale), how)
+        warn_clamped(q.scale, path, stacklevel=5)
         q = for_kernels(q, how) if packs else q
     else:
         store = quantize_for_kernels if packs else quantize_plain

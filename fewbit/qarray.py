@@ -20,6 +20,7 @@ from fewbit._qarray_type import WithAux as WithAux
 from fewbit._scales import compute_scales, split_two_levels, units, values
 from fewbit.calibration import calibrate as calibrate
 from fewbit.calibration import compute_scale_zero_point as compute_scale_zero_point
+from fewbit.calibration import parse_method
 from fewbit.numerics import QType, convert_to, dtype_bits, format_of, should_quantize, wider
 from fewbit.packing import pack_bits
 from fewbit.tiling import infer_tile_shape, uneven_tiles
@@ -63,6 +64,18 @@ def quantize_with(array: jax.Array, how: HowToQuantize) -> QArray:
     # noise function may hold arrays, so it cannot be a static argument.
     run = _quantize_with if how.noise_fn is not None else _jit_quantize_with
     return run(jnp.asarray(array), how)
+
+
+def abstract_quantized(array: jax.ShapeDtypeStruct, how: HowToQuantize) -> QArray:
+    """The QArray that an array will be stored as, in shapes alone, however its scales are found.
+
+    >>> how = HowToQuantize(qtype='int2', tiled_axes={0: 32}, calibration_method='learned')
+    >>> abstract_quantized(jax.ShapeDtypeStruct((64, 8), 'float32'), how).scale.shape
+    (2, 1)
+    """
+    if parse_method(how.calibration_method).learned:
+        how = how.replace(calibration_method="absmax")
+    return jax.eval_shape(lambda x: quantize_with(x, how), array)
 
 
 def _quantize_with(array: jax.Array, how: HowToQuantize) -> QArray:

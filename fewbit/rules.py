@@ -95,7 +95,8 @@ class QuantizationRule:
             )
         if self.weight_calibration_method is None:
             raise TypeError(f"{where}: weight_calibration_method is None. Write 'absmax'.")
-        self._store("weight_calibration_method", check_calibration, self.weight_qtype)
+        learns = isinstance(self, QtRule)
+        self._store("weight_calibration_method", check_calibration, self.weight_qtype, learns)
         self._store("act_calibration_method", check_calibration, self.act_qtype)
         self._store("act_batch_axes", check_axes)
         self._store("scale_dtype", check_scale_dtype, self.weight_qtype)
@@ -222,6 +223,9 @@ def _check_qt_config(where: str, field: str, value: Any) -> FrozenMapping | None
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"{where}: {field} must be a mapping from field name to value.")
     is_type = lambda key: key.endswith("_qtype")  # noqa: E731
+    for key, item in value.items():
+        if key.endswith("_calibration_method") and item is not None:
+            check_calibration(where, f"{field}[{key!r}]", item, None)
     return FrozenMapping(
         {
             key: check_qtype(where, f"{field}[{key!r}]", item) if is_type(key) else item

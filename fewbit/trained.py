@@ -8,23 +8,34 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fewbit.decisions import Leaf, Request
+from fewbit.training.learned import QSCALE, learned_pair
 from fewbit.training.paired import pair
 from fewbit.weight import TrainedWeight
 
 
 def trained_values(
-    values: Sequence[Any], leaves: Sequence[Leaf | None], requests: Mapping[str, Request]
+    values: Sequence[Any],
+    leaves: Sequence[Leaf | None],
+    requests: Mapping[str, Request],
+    learned: Mapping[str, Any] = {},
 ) -> list[Any]:
-    """The inputs of a run, each requested float leaf with its codes."""
+    """The inputs of a run, each requested float leaf with its codes.
+
+    `learned` are the scales that are parameters themselves, by name.
+    """
     return [
-        _trained(value, leaf.path, requests[leaf.path])
+        _trained(value, leaf.path, requests[leaf.path], learned.get(leaf.path + QSCALE))
         if leaf is not None and leaf.path in requests
         else value
         for value, leaf in zip(values, leaves, strict=True)
     ]
 
 
-def _trained(value: Any, path: str, request: Request) -> TrainedWeight:
+def _trained(value: Any, path: str, request: Request, scale: Any) -> TrainedWeight:
     own = getattr(request.rule, "additional_qt_config", None) or {}
-    made = pair(value, request.how, clip=not own.get("disable_gradient_clipping", False))
+    clip = not own.get("disable_gradient_clipping", False)
+    if scale is None:
+        made = pair(value, request.how, clip=clip)
+    else:
+        made = learned_pair(value, scale, request.how, clip=clip)
     return TrainedWeight(made.quantized, path, request.rule, made.array)

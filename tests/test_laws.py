@@ -65,6 +65,8 @@ LAYERS = [
             "trained_*",
             "adapters",
             "adapter_*",
+            "beside",
+            "learned_scales",
         ),
     ],
     ["modes"],

@@ -48,9 +48,7 @@ def test_named_and_turned_as_peft_does(tmp_path):
         "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": (32, RANK),
     }
     # As torch would use them: y = x @ A.T @ B.T * (lora_alpha / r).
-    a, b = (
-        found[f"base_model.model.model.layers.0.mlp.up_proj.lora_{end}.weight"] for end in "AB"
-    )
+    a, b = (found[f"base_model.model.model.layers.0.mlp.up_proj.lora_{end}.weight"] for end in "AB")
     up = params["up"]
     assert np.allclose(X @ a.T @ b.T, X @ up["kernel_lora_a"] @ up["kernel_lora_b"], atol=1e-5)
     config = json.loads((tmp_path / "adapter_config.json").read_text())

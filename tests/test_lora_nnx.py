@@ -1,4 +1,4 @@
-"""LoRA and QLoRA of NNX models: LoRAParams, gradients and optimizer of these alone, scan, dropout."""
+"""LoRA and QLoRA of NNX models: LoRAParams, gradients of these alone, scan, dropout."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ import optax
 import pytest
 from flax import nnx
 from lora_cases import close, float_base, normal
+from tolerances import LORA_F32
 
 import fewbit
 from fewbit import LoraProvider
-from tolerances import LORA_F32
 
 X = normal(4, 16)
 

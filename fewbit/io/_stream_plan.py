@@ -15,7 +15,7 @@ from fewbit.io._tree import Leaf, map_leaves
 from fewbit.io.errors import CheckpointError
 from fewbit.io.names import Target, map_names, turned
 from fewbit.io.stream_sources import Source
-from fewbit.qarray import WithAux, quantize_with
+from fewbit.qarray import WithAux, abstract_quantized
 
 _MSG_MISSING = "has no tensor for {count} of the plan's parameters: {paths}"
 _FIX_MISSING = "{near}Map names to parameters: names=[(pattern, replacement), ...]."
@@ -72,7 +72,7 @@ def _abstract(leaf: LeafPlan) -> Any:
     if leaf.how is None:
         return value
     how = leaf.how
-    q = jax.eval_shape(lambda x: quantize_with(x, how), value)
+    q = abstract_quantized(value, how)
     return WithAux(q, how.replace(rule=leaf.rule))
 
 

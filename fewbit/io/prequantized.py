@@ -19,7 +19,7 @@ from fewbit.io.prequantized_leaf import PARTS, fitted
 from fewbit.io.read_checkpoint import ForeignCheckpoint
 from fewbit.layouts import for_kernels
 from fewbit.params import is_box
-from fewbit.qarray import QArray, WithAux, quantize_with
+from fewbit.qarray import QArray, WithAux, abstract_quantized
 from fewbit.qarray import pack as pack_codes
 from fewbit.static_scales import QuantizedParams
 
@@ -137,7 +137,7 @@ def _planned(leaf: Any) -> Any:
     abstract = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if leaf.how is None:
         return abstract
-    q = jax.eval_shape(lambda x: quantize_with(x, leaf.how), abstract)
+    q = abstract_quantized(abstract, leaf.how)
     return WithAux(q, leaf.how.replace(rule=leaf.rule))
 
 

@@ -46,8 +46,8 @@ def to_ptq(
     Takes a model of `QtProvider`, its float parameters and, for rules with `act_static_scale=True`,
     the statistics that training collected; returns `(model, params, plan)`. An NNX model holds both
     and comes back alone, as does a Keras model. `inputs` are the model's own (abstract ones do);
-    without them those of its last call are used. The forward pass is that of training, bit for bit on plain codes
-    (`pack=False`); this machine's kernels may sum floats in another order.
+    without them those of its last call are used. The forward pass is that of training, bit for bit
+    on plain codes (`pack=False`); this machine's kernels may sum floats in another order.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]

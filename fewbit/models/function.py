@@ -14,6 +14,7 @@ from fewbit.adapter_run import DROPOUT
 from fewbit.adapter_trees import split_adapters
 from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
+from fewbit.learned_scales import split_learned
 from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.static_scales import NOISE, STREAM, QuantizedParams, ScaleName, name_of_site
 
@@ -75,8 +76,12 @@ def last_call(model: Any) -> tuple[tuple, dict] | None:
 
 
 def _without_adapters(provider: Any, params: Any) -> tuple[Any, dict[str, Any]]:
-    """Parameters as the function knows them, and the adapters among them."""
-    return split_adapters(params) if provider.adapts else (params, {})
+    """Parameters as the function knows them, and the adapters and learned scales among them."""
+    params, found = split_adapters(params) if provider.adapts else (params, {})
+    if not provider.learns:
+        return params, found
+    params, scales = split_learned(params)
+    return params, {**found, **scales}
 
 
 class QuantizedFunction:

@@ -23,6 +23,7 @@ from fewbit.adapter_trees import put_adapters, split_adapters, weight_of
 from fewbit.calls import Cache, Call, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
+from fewbit.learned_scales import split_learned
 from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
@@ -154,7 +155,7 @@ def make_run(
     options: Options,
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling `apply`, and the leaves to call it with."""
-    variables, scales = without_scales(variables, provider.adapts)
+    variables, scales = without_scales(variables, provider)
     scales = {name: unboxed(v) if is_box(v) else v for name, v in scales.items()}
     if provider.adapts and provider.has_dropout and isinstance(rngs, Mapping) and "dropout" in rngs:
         scales[DROPOUT] = rngs["dropout"]
@@ -265,14 +266,17 @@ def _name(keypath: tuple[Any, ...]) -> str | None:
     return key_name(tuple(k for k in keypath[2:] if not isinstance(k, jax.tree_util.GetAttrKey)))
 
 
-def without_scales(variables: Any, adapters: bool = False) -> tuple[Any, dict[str, Any]]:
-    """Variables without what no module of the float twin knows, static scales and adapters."""
+def without_scales(variables: Any, provider: Any) -> tuple[Any, dict[str, Any]]:
+    """Variables without what no module of the float twin knows: scales and adapters."""
     if not isinstance(variables, Mapping) or "params" not in variables:
         return variables, {}
     params, scales = split_scales(variables["params"])
-    if adapters:
+    if provider.adapts:
         params, found = split_adapters(params)
         scales |= found
+    if provider.learns:
+        params, learned = split_learned(params)
+        scales |= learned
     return ({**variables, "params": params}, scales) if scales else (variables, {})
 
 

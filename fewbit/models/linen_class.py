@@ -17,6 +17,7 @@ from flax.core.scope import in_filter, subtract_filters
 from fewbit import adapter_init, current
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization
+from fewbit.models.learning import with_learned
 from fewbit.models.linen import (
     ALL_BUT_PARAMS,
     STATISTICS,
@@ -90,7 +91,7 @@ def _apply(
         )
     out = boxes_inside(runner(dynamic))
     if mutable is not False:  # a mutable collection 'params' comes back whole
-        out = out[0], with_scales(out[1], without_scales(variables, provider.adapts)[1])
+        out = out[0], with_scales(out[1], without_scales(variables, provider)[1])
     return provider.process_model_output(options.method_name, out)
 
 
@@ -122,7 +123,8 @@ def _init(
         one = len(self._fewbit_methods) == 1
         if not one:  # a rule that matches nothing in this method may match in another
             warnings.simplefilter("ignore")
-        made, _ = plan_runs([run], kind="linen", strict=one and provider.strict)
+        made, requests = plan_runs([run], kind="linen", strict=one and provider.strict)
+    variables = {**variables, "params": with_learned(variables["params"], requests)}
     if provider.collects and in_filter(mutable, STATISTICS):
         return {**variables, STATISTICS: insert_all({}, empty_statistics_of(run))}
     if not provider.quantizes_params:

@@ -13,9 +13,10 @@ from flax import nnx
 
 from fewbit._plan import Plan
 from fewbit._plan_messages import PlanError
+from fewbit.decisions import Request
 from fewbit.engine import Runner, UntraceableModelError, is_stored
 from fewbit.layouts import unpack
-from fewbit.models import flax_serialization, nnx_adapters, nnx_calls
+from fewbit.models import flax_serialization, nnx_adapters, nnx_calls, nnx_learned
 from fewbit.models.nnx_scopes import (
     forget_place,
     methods_of,
@@ -83,18 +84,23 @@ def quantize(
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError(_MSG_RNGS.format(found=type(rngs).__name__))
     _check_is_float(model)
-    made = None
+    made: Plan | None = None
+    requests: dict[str, Any] = {}
     if not skip_nnx_init:
-        made = plan(model, provider, *inputs, methods=methods, strict=provider.strict, **kwargs)
+        made, requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)
     new = nnx.clone(model)
     if made is not None and provider.quantizes_params:
+        learned = nnx_learned.take_scales(new)
         planned = {leaf.path: leaf for leaf in made.leaves}
         for path, variable in nnx.to_flat_state(nnx.state(new, nnx.Param)):
             leaf = planned.get("/".join(map(str, path)))
             if leaf is not None and leaf.how is not None:
-                variable.set_value(quantize_leaf(leaf.path, variable.get_value(), leaf))
+                value = quantize_leaf(leaf.path, variable.get_value(), leaf, learned=learned)
+                variable.set_value(value)
         _add_scales(new, made)
         nnx_adapters.add_adapters(new, made, rngs, provider.adapts and provider.has_dropout)
+    if provider.trains:
+        nnx_learned.add_scales(new, requests)
     if made is not None and provider.collects:
         _add_statistics(new, provider, inputs, methods, kwargs)
     if provider.trains and provider.draws_noise:
@@ -139,6 +145,18 @@ def plan(
     **kwargs: Any,
 ) -> Plan:
     """The plan of an NNX model on these inputs; the model may be abstract (`nnx.eval_shape`)."""
+    return _plan(model, provider, inputs, methods, strict, kwargs)[0]
+
+
+def _plan(
+    model: nnx.Module,
+    provider: Any,
+    inputs: tuple,
+    methods: Sequence[str],
+    strict: bool,
+    kwargs: dict,
+) -> tuple[Plan, dict[str, Request]]:
+    """The plan, and the storage that it asks of each parameter."""
     if len(methods) != 1:
         raise ValueError("Only one method is supported for nnx models.")
     if not inputs and not kwargs:
@@ -156,7 +174,15 @@ def plan(
                     path=requests[leaf].site.site.path,
                 )
             )
-    return made
+    return made, requests
+
+
+def restart_learned(
+    model: nnx.Module, provider: Any, inputs: tuple, methods: Sequence[str], kwargs: dict
+) -> nnx.Module:
+    """The model itself, its learned scales as its weights now begin them."""
+    requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)[1]
+    return nnx_learned.add_scales(model, requests, replace=True)
 
 
 def float_runs(model: nnx.Module, provider: Any, params: Any) -> FloatRun:

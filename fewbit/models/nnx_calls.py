@@ -14,6 +14,7 @@ from flax import nnx
 from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_adapters import dropout_key, is_adapter
+from fewbit.models.nnx_learned import LearnedScale
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.static_scales import NOISE, STREAM, ScaleName, is_static_scale
@@ -318,8 +319,8 @@ class NnxRunner(Runner):
 
 
 def is_scale(path: Path, variable: Any) -> bool:
-    """Whether a Variable holds a static activation scale, or what one is made from."""
-    if isinstance(variable, QuantStat):
+    """Whether a Variable holds a scale, of activations or learned, or what one is made from."""
+    if isinstance(variable, QuantStat | LearnedScale):
         return True
     return isinstance(variable, nnx.Param) and is_static_scale(path[-1], value_of(variable))
 

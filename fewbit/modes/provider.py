@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from fewbit import current
 from fewbit._errors import describe
 from fewbit._plan import Plan
+from fewbit.calibration import parse_method
 from fewbit.qarray import QArray, dequantize
 from fewbit.rules import LoraRule, QuantizationRule, changed_fields, first_match
 
@@ -58,6 +59,7 @@ class QuantizationProvider:
     trains = False  # whether float weights are quantized while the model runs, for gradients
     collects = False  # whether it collects ranges of activations while it trains
     draws_noise = False  # whether it rounds stochastically, so that calls need a key
+    learns = False  # whether scales of weights are parameters, or were while it trained
     adapts = False  # whether weights may have low-rank adapters beside them
     refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
@@ -74,6 +76,9 @@ class QuantizationProvider:
         self.rules: tuple[QuantizationRule, ...] = tuple(self._init_rule(rule) for rule in rules)
         self.disable_jit = disable_jit
         self.strict = strict
+        self.learns = any(
+            parse_method(rule.weight_calibration_method).learned for rule in self.rules
+        )
         self._used_rules: set[int] | None = None
         self._kernel_rules: set[int] = set()
         self._kernel_ops: set[str] = set()

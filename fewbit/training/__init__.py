@@ -11,6 +11,9 @@ from fewbit.training.drop_in import config_from_rule as config_from_rule
 from fewbit.training.drop_in import dot_general_cls as dot_general_cls
 from fewbit.training.drop_in import einsum_cls as einsum_cls
 from fewbit.training.einsum_qt import einsum_qt as einsum_qt
+from fewbit.training.learned import learned_pair as learned_pair
+from fewbit.training.learned import quantize_learned as quantize_learned
+from fewbit.training.learned import start_scale as start_scale
 from fewbit.training.noise import NoiseFn as NoiseFn
 from fewbit.training.noise import get_noise_fn as get_noise_fn
 from fewbit.training.noise import low_bit_uniform_noise as low_bit_uniform_noise
