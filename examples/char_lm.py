@@ -77,9 +77,7 @@ def rotate(x: jax.Array) -> jax.Array:
     half = x.shape[-1] // 2
     speed = ROPE_BASE ** -(np.arange(half) / half)
     angle = np.arange(x.shape[1])[:, None] * speed
-    sin, cos = (
-        jnp.asarray(f(angle), x.dtype)[None, :, None, :] for f in (np.sin, np.cos)
-    )
+    sin, cos = (jnp.asarray(f(angle), x.dtype)[None, :, None, :] for f in (np.sin, np.cos))
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
