@@ -2,7 +2,7 @@
 
     python bench/training.py [--quick] [--budget 60] [--peers PYTHON]
 
-Two layers, 512 wide, 8 heads, an MLP 4 times as wide, Adam; 8 sequences of 128 bytes (1,024 tokens).
+Two layers, 512 wide, 8 heads, an MLP 4 times as wide, Adam; 8 sequences of 128 bytes: 1,024 tokens.
 fewbit and Qwix run in processes and environments of their own and take turns, step by step and
 build by build; a ratio is the median over the rounds of the ratios within them. `build` is what a
 user waits for before the first step: quantize_model, trace, lowering and compilation, with JAX's

@@ -146,7 +146,7 @@ def train(
 ) -> Any:
     """Trained variables; `told` hears the loss of every step."""
     first = next(batches(text, size, seed))[:1, :-1]
-    variables = model.init(jax.random.key(seed), first)
+    variables = jax.jit(model.init)(jax.random.key(seed), first)
     optimizer = optimizer_of(size)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
