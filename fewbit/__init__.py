@@ -35,6 +35,7 @@ from fewbit.models import quantize_model as quantize_model
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
 from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
 from fewbit.modes.ptq import PtqProvider as PtqProvider
+from fewbit.modes.qt import QtProvider as QtProvider
 from fewbit.ops import conv_general_dilated as conv_general_dilated
 from fewbit.ops import dot as dot
 from fewbit.ops import dot_general as dot_general
@@ -73,9 +74,19 @@ if (
     from fewbit.io.read_checkpoint import read_checkpoint as read_checkpoint
     from fewbit.io.restored_rules import restore_quantization_rules as restore_quantization_rules
     from fewbit.io.saving import save as save
+    from fewbit.models.converting import to_ptq as to_ptq
+    from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
+    from fewbit.models.linen_drop_in import QtEinsum as QtEinsum
     from fewbit.observed import Statistics as Statistics
     from fewbit.observers import Observer as Observer
     from fewbit.observers import register_observer as register_observer
+    from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
+    from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
+    from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
+    from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
+    from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
+    from fewbit.training.einsum_qt import einsum_qt as einsum_qt
+    from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt
 
 
 def __dir__() -> list[str]:

@@ -41,19 +41,11 @@ _ROUND_TO_NEAREST = (
 )
 
 LATER = {
-    "QtProvider": Later(
-        "quantize a model while it trains (QAT, quantized forward and backward)", _FLOAT_TRAINING
-    ),
     "LoraProvider": Later("add low-rank adapters over a quantized base (LoRA, QLoRA)", _ADAPTERS),
     "apply_lora_to_model": Later("add low-rank adapters to a model", _ADAPTERS),
     "OdmlQatProvider": Later("train a model for export to LiteRT", _FLOAT_TRAINING),
     "OdmlConversionProvider": Later(
         "convert a model for export to LiteRT", "export the float model and quantize it there"
-    ),
-    "QuantStat": Later(
-        "hold the activation ranges that calibration saw (an nnx.Variable)",
-        "collect ranges with fewbit.calibrate(model, rules, batches) and give them to "
-        "quantize_params(params, plan, stats)",
     ),
     "SparsityRule": Later(
         "prune weights in N:M patterns", "prune the float weights before quantize_params"
@@ -110,7 +102,19 @@ MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hi
 # Names with a home that is loaded on first use, because it needs a framework or is rarely wanted.
 LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
+    "to_ptq": ("fewbit.models.converting", "to_ptq"),
+    "QuantStat": ("fewbit.models.nnx_calls", "QuantStat"),
     "debug": ("fewbit.debug", None),
+    "training": ("fewbit.training", None),
+    "dot_general_qt": ("fewbit.training", "dot_general_qt"),
+    "einsum_qt": ("fewbit.training", "einsum_qt"),
+    "conv_general_qt": ("fewbit.training", "conv_general_qt"),
+    "ragged_dot_qt": ("fewbit.training", "ragged_dot_qt"),
+    "DotGeneralQtConfig": ("fewbit.training", "DotGeneralQtConfig"),
+    "ConvGeneralQtConfig": ("fewbit.training", "ConvGeneralQtConfig"),
+    "RaggedDotQtConfig": ("fewbit.training", "RaggedDotQtConfig"),
+    "QtDotGeneral": ("fewbit.models.linen_drop_in", "QtDotGeneral"),
+    "QtEinsum": ("fewbit.models.linen_drop_in", "QtEinsum"),
     "keras": ("fewbit.keras", None),
     "observers": ("fewbit.observers", None),
     "Batch": ("fewbit.calibrating", "Batch"),
@@ -152,10 +156,6 @@ class _NotYet:
         raise NotImplementedError(message(name))
 
 
-class QtProvider(_NotYet, QuantizationProvider):
-    """Quantized training."""
-
-
 class LoraProvider(_NotYet, BoxedParamProvider):
     """Adapters over a quantized base."""
 
@@ -168,17 +168,13 @@ class OdmlConversionProvider(OdmlQatProvider):
     """Conversion for LiteRT."""
 
 
-class QuantStat(_NotYet):
-    """Activation ranges of an NNX model."""
-
-
 class SparsityRule(_NotYet):
     """N:M pruning."""
 
 
 _CLASSES = (
-    *(QtProvider, LoraProvider, OdmlQatProvider, OdmlConversionProvider),
-    *(QuantStat, SparsityRule),
+    *(LoraProvider, OdmlQatProvider, OdmlConversionProvider),
+    SparsityRule,
 )
 
 

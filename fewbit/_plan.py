@@ -102,6 +102,8 @@ class SitePlan:
     runs_on: str
     reason: str | None
     notes: tuple[str, ...] = ()
+    dlhs: str | None = None  # in training: what the gradient of lhs is multiplied from
+    drhs: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "notes", tuple(self.notes))

@@ -233,6 +233,8 @@ _SITE_PLAN: dict[str, Reader] = {
     "runs_on": _STR,
     "reason": _STR_OR_NONE,
     "notes": _STRINGS,
+    "dlhs": _STR_OR_NONE,
+    "drhs": _STR_OR_NONE,
 }
 _LEAF: dict[str, Reader] = {
     "path": _STR,
@@ -250,10 +252,18 @@ _SCALE: dict[str, Reader] = {
     "shape": _SHAPE,
     "dtype": _STR,
 }
+
+
+def _site_plan(value: Any, where: str) -> Any:
+    if isinstance(value, Mapping):  # plans of models that do not train, and older ones
+        value = {"dlhs": None, "drhs": None, **value}
+    return _dataclass(SitePlan, _SITE_PLAN)(value, where)
+
+
 _PLAN: dict[str, Reader] = {
     "kind": _STR,
     "methods": _STRINGS,
-    "sites": _list_of(_dataclass(SitePlan, _SITE_PLAN)),
+    "sites": _list_of(_site_plan),
     "notes": _STRINGS,
     "unmatched_rules": _SHAPE,
 }

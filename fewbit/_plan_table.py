@@ -23,7 +23,9 @@ from fewbit._text import (
 )
 
 _HEADER = ("module", "op", "weight", "rule", "types", "scales", "bytes", "runs on")
-_ALIGN = "mllrllrw"
+# A model that trains has three products at a Site, and parameters that stay float.
+_TRAINING = ("module", "op", "weight", "rule", "forward", "dlhs", "drhs", "scales", "runs on")
+_ALIGN = dict(zip((*_HEADER, *_TRAINING[4:7]), "mllrllrwlll", strict=True))
 # Narrow terminals lose these first; the line below the table says so.
 _DROP_ORDER = ("scales", "weight", "bytes")
 _PATH_COMFORT = 28
@@ -96,8 +98,9 @@ def render_html(plan: Plan) -> str:
     '<table>'
     """
     cell = lambda tag, text: f"<{tag} style='text-align:left'>{html.escape(text)}</{tag}>"  # noqa: E731
-    rows = [_cells(row) for row in fold_rows(site_rows(plan))]
-    head = "".join(cell("th", name) for name in _HEADER)
+    header = _header(plan)
+    rows = [_cells(row, header) for row in fold_rows(site_rows(plan))]
+    head = "".join(cell("th", name) for name in header)
     body = "".join("<tr>" + "".join(cell("td", text) for text in row) + "</tr>" for row in rows)
     below = "".join(f"<p>{html.escape(text)}</p>" for text in (*plan.notes, str(plan.totals)))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
@@ -106,10 +109,16 @@ def render_html(plan: Plan) -> str:
 def site_rows(plan: Plan) -> list[Row]:
     """A row for every Site, in the order of the model."""
     leaves = {leaf.path: leaf for leaf in plan.leaves}
-    return [_row(site, leaves) for site in plan.sites]
+    training = _header(plan) is _TRAINING
+    return [_row(site, leaves, training) for site in plan.sites]
 
 
-def _row(planned: SitePlan, leaves: dict[str, LeafPlan]) -> Row:
+def _header(plan: Plan) -> tuple[str, ...]:
+    trains = any(site.dlhs is not None or site.drhs is not None for site in plan.sites)
+    return _TRAINING if trains else _HEADER
+
+
+def _row(planned: SitePlan, leaves: dict[str, LeafPlan], training: bool) -> Row:
     site = planned.site
     leaf = leaves.get(site.weight) if site.weight is not None else None
     shape = leaf.shape if leaf else _weight_shape(planned)
@@ -125,6 +134,7 @@ def _row(planned: SitePlan, leaves: dict[str, LeafPlan]) -> Row:
             "x".join(map(str, shape)) if shape is not None else "-",
             "-" if planned.rule is None else str(planned.rule),
             types if planned.quantized else "-",
+            *((planned.dlhs or "-", planned.drhs or "-") if training else ()),
             planned.granularity if planned.quantized else "-",
         ),
         bytes_before=leaf.bytes_before if leaf else 0,
@@ -200,7 +210,9 @@ def number_ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
 
 
-def _cells(row: Row, footnotes: dict[str, int] | None = None) -> tuple[str, ...]:
+def _cells(
+    row: Row, header: tuple[str, ...], footnotes: dict[str, int] | None = None
+) -> tuple[str, ...]:
     """The row's text; with `footnotes`, long remarks are numbered there instead of written out."""
     if row.bytes_before == row.bytes_after:
         size = human_bytes(row.bytes_before) if row.bytes_before else "-"
@@ -210,7 +222,8 @@ def _cells(row: Row, footnotes: dict[str, int] | None = None) -> tuple[str, ...]
     if footnotes is not None and row.remark and (row.runs_on or len(last) > _SHORT_REASON):
         number = footnotes.setdefault(row.remark, len(footnotes) + 1)
         last = f"{row.runs_on or 'left alone'} [{number}]"
-    return (row.path + _times(row), *row.cells, size, last)
+    sizes = (size,) if "bytes" in header else ()
+    return (row.path + _times(row), *row.cells, *sizes, last)
 
 
 def _times(row: Row) -> str:
@@ -222,19 +235,20 @@ def _site_lines(plan: Plan, fold: bool, width: int) -> list[str]:
         return ["no sites: the model has no products or look-ups"]
     rows = fold_rows(site_rows(plan)) if fold else site_rows(plan)
     footnotes: dict[str, int] = {}
-    cells = [_cells(row, footnotes) for row in rows]
-    kept, path_width = _layout([_HEADER, *cells], width)
+    header = _header(plan)
+    cells = [_cells(row, header, footnotes) for row in rows]
+    kept, path_width = _layout([header, *cells], width)
     pick = lambda columns: [columns[i] for i in kept]  # noqa: E731
-    align = "".join(pick(_ALIGN))
+    align = "".join(_ALIGN[header[i]] for i in kept)
     if path_width:
         paths = [shorten(row.path, path_width - len(_times(row))) + _times(row) for row in rows]
         body = [[path, *pick(line)[1:]] for path, line in zip(paths, cells, strict=True)]
-        lines = table(body, pick(_HEADER), align, width).split("\n")
+        lines = table(body, pick(header), align, width).split("\n")
     else:
-        lines = _stacked(rows, [pick(line)[1:] for line in cells], pick(_HEADER), align, width)
+        lines = _stacked(rows, [pick(line)[1:] for line in cells], pick(header), align, width)
     for remark, number in footnotes.items():
         lines += wrap(remark, width, "     ", f"{f'[{number}]':<5}")
-    hidden = [name for i, name in enumerate(_HEADER) if i not in kept]
+    hidden = [name for i, name in enumerate(header) if i not in kept]
     if hidden:
         lines += wrap(
             f"no room here for: {', '.join(hidden)}; print(plan.table(width=120)) shows all",
@@ -259,7 +273,8 @@ def _stacked(
 
 def _layout(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     """The columns that fit and the room for the path; 0 puts the path on a line of its own."""
-    kept = list(range(len(_HEADER)))
+    header = list(rows[0])
+    kept = list(range(len(header)))
     # Paths can be cut and the last column wrapped, so only their comfort counts.
     path = max(len(row[0]) for row in rows)
     last = min(COMFORT, max(len(row[-1]) for row in rows))
@@ -270,7 +285,8 @@ def _layout(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     for name in _DROP_ORDER:
         if 2 + middle() + 2 + last <= width:
             break
-        kept.remove(_HEADER.index(name))
+        if name in header:
+            kept.remove(header.index(name))
     return kept, 0
 
 

@@ -114,3 +114,7 @@ class Cache(Generic[T]):
                 self.entries.popitem(last=False)
         self.entries.move_to_end(wanted)
         return self.entries[wanted]
+
+    def latest(self, matches: Callable[[Any], bool]) -> T | None:
+        """The entry that was used last among those whose key matches."""
+        return next((v for k, v in reversed(self.entries.items()) if matches(k.key)), None)

@@ -19,7 +19,8 @@ class CurrentSite:
     """The Site the interpreter is at, the rule that governs it, and where to report what ran it.
 
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
-    the bias (or None) and the activation (or None) that are wanted of the product itself.
+    the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
+    is the key of the Site's stochastic rounding, `weight` the operand that is a parameter.
     """
 
     site: Site
@@ -27,6 +28,8 @@ class CurrentSite:
     report: Callable[[str], None]
     static: Mapping[int, tuple[Any, Any]] = field(default_factory=dict)
     finish: tuple[Any, str | None] = (None, None)
+    noise: Any = None
+    weight: int | None = None
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)

@@ -17,7 +17,7 @@ from fewbit.provenance import (
     leaf_roles,
 )
 from fewbit.qarray import HowToQuantize
-from fewbit.rules import QuantizationRule
+from fewbit.rules import QtRule, QuantizationRule
 from fewbit.trace import Program, TracedSite, product_letters
 
 
@@ -143,12 +143,14 @@ def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
         calibration_method=rule.weight_calibration_method,
         scale_dtype=rule.scale_dtype,
     )
-    tile = rule.tile_size
+    fields |= forward_changes(rule, side)
+    shared = fields.pop("disable_channelwise_axes", False)
+    tile = fields.pop("tile_size", rule.tile_size)
     place = f"{ts.site.id} ({_shape(origin.leaf_shape)} parameter '{origin.leaf}')"
     try:
         if ts.site.op == "conv_general_dilated" and tile is not None:
             raise ValueError("subchannel is not supported for conv_general_dilated.")
-        local = operand_how(ts, side, tile_size=tile, **fields)
+        local = operand_how(ts, side, tile_size=tile, disable_channelwise_axes=shared, **fields)
         shape = ts.eqn.invars[side].aval.shape
         tiled = {
             a % len(shape): (t if isinstance(t, int) else max(round(shape[a] * t), 1))
@@ -194,7 +196,7 @@ def operand_how(ts: TracedSite, side: int, *, tile_size: Any, **fields: Any) -> 
     if ts.site.op == "take":
         (axis,) = params["dimension_numbers"].collapsed_slice_dims
         return granularity.take_how(ndims[0], axis=axis, tile_size=tile_size, **fields)
-    if ts.site.op == "conv_general_dilated":
+    if ts.site.op == "conv_general_dilated":  # a tile is refused where the weight's is decided
         numbers = params["dimension_numbers"]
         return granularity.conv_how(dimension_numbers=numbers, for_lhs=side == 0, **fields)
     if ts.site.op == "ragged_dot":
@@ -206,13 +208,28 @@ def operand_how(ts: TracedSite, side: int, *, tile_size: Any, **fields: Any) -> 
     return granularity.einsum_how(einsum_str=product_letters(numbers, *ndims), **common)
 
 
-def activation_fields(rule: QuantizationRule) -> dict[str, Any]:
+def activation_fields(rule: QuantizationRule, side: int) -> dict[str, Any]:
     """What a rule says of an activation, in the words of the granularity functions."""
-    return dict(
+    fields = dict(
         qtype=rule.act_qtype,
         tile_size=rule.tile_size,
         calibration_method=rule.act_calibration_method or "absmax",
     )
+    return fields | forward_changes(rule, side)
+
+
+_FORWARD = ("qtype", "calibration_method", "disable_channelwise_axes")
+
+
+def forward_changes(rule: QuantizationRule, side: int) -> dict[str, Any]:
+    """What a rule for training says of one operand of the forward product in particular."""
+    if not isinstance(rule, QtRule):
+        return {}
+    own, prefix = rule.additional_qt_config or {}, ("lhs_", "rhs_")[side]
+    fields = {name: own[prefix + name] for name in _FORWARD if prefix + name in own}
+    if rule.disable_channelwise_axes:
+        fields.setdefault("disable_channelwise_axes", True)
+    return fields | ({"tile_size": own["tile_size"]} if "tile_size" in own else {})
 
 
 def _other_rule(rule: QuantizationRule) -> str:

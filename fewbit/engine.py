@@ -21,10 +21,13 @@ from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux, quantize_with
 from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
-from fewbit.static_scales import ScaleName, abstract_scales, planned_scales
+from fewbit.static_scales import NOISE, ScaleName, abstract_scales, planned_scales
 from fewbit.stored_checks import check_something, check_stored, say_once_if_unpacked
 from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
+from fewbit.trained import trained_values
+from fewbit.trained_statistics import added as added_statistics
+from fewbit.trained_statistics import range_tap
 from fewbit.weight import Weight, is_weight, plain, without_gradient
 
 LeafPath = Callable[[tuple[Any, ...]], str | None]
@@ -39,6 +42,11 @@ _MSG_TWICE = (
     "{what} is called with a module that has a static scale '{name}', as it has itself: a scale is "
     "found by its module's path. Make the one a submodule of the other and quantize them together, "
     "or use dynamic ranges in one of them."
+)
+
+_MSG_STORED = (
+    "{what} is to be trained, but its parameter '{leaf}' is stored quantized, which no gradient "
+    "reaches. Train the float parameters; to train beside a quantized base use a LoraProvider."
 )
 
 
@@ -115,8 +123,11 @@ class Runner:
     ):
         self.provider, self.leaf_path = provider, leaf_path
         self.method, self.site_path, self.root, self.what = method, site_path, root, what
+        self.example: Any = None  # the abstract leaves of the last trace
+        self.call: Any = None  # what makes arguments of them, for front ends that keep it
         self._traceable = jax.jit(pure)
         self._compiled = jax.jit(self.interpret)
+        self._compiled_collecting = jax.jit(self.interpret_collecting)
 
     def __call__(self, tree: Any) -> Any:
         return (self.interpret if self.provider.disable_jit else self._compiled)(tree)
@@ -138,10 +149,14 @@ class Runner:
             else (Constant() if is_weight(value) else None)
             for path, view, value in zip(paths, views, values, strict=True)
         ]
+        shapes = [jax.ShapeDtypeStruct(view.shape, view.dtype) for view in views]
+        self.example = jax.tree.unflatten(treedef, shapes)
         out_tree = jax.tree.structure(traced.out_info)
         program = analyse(traced.jaxpr, leaves, method=self.method, site_path=self.site_path)
         scales = [
-            (str(n), v) for n, v in zip(names, values, strict=True) if isinstance(n, ScaleName)
+            (str(n), v)
+            for n, v in zip(names, values, strict=True)
+            if isinstance(n, ScaleName) and (n != NOISE or self.provider.trains)
         ]
         twice = [name for name, count in Counter(name for name, _ in scales).items() if count > 1]
         if twice:
@@ -162,7 +177,7 @@ class Runner:
         carried = {v.leaf: v.rule for v in values if is_weight(v)}
 
         def find(ts):
-            if self.root or ts.site.weight is None:
+            if self.root or ts.site.weight is None or self.provider.trains:
                 return self.provider.rule_for(ts.site.path, ts.site.op)
             rule = carried.get(ts.site.weight)  # a weight that the model kept float stays float
             return next((i for i, r in enumerate(self.provider.rules) if r == rule), None), rule
@@ -172,8 +187,31 @@ class Runner:
     def interpret(self, tree: Any) -> Any:
         """Trace, decide, run: what is jitted. All but the arrays' values happens at trace time."""
         traced, decisions = self.ready(tree)
-        outs = self.run(traced.program, decisions, traced.values, traced.scales)[0]
+        values = self.run_values(traced, decisions)
+        outs = self.run(traced.program, decisions, values, traced.scales)[0]
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
+
+    def interpret_collecting(self, tree: Any) -> tuple[Any, dict[str, Any]]:
+        """As `interpret`, and the statistics of static scales with this batch, by name."""
+        traced, decisions = self.ready(tree)
+        values, scales = self.run_values(traced, decisions), traced.scales
+        interpreter = self.interpreter(traced.program, decisions, scales, collecting=True)
+        outs, readings = interpreter.run_tapped(traced.program.root, values)
+        out = self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
+        return out, added_statistics(scales, readings)
+
+    def collecting(self, tree: Any) -> tuple[Any, dict[str, Any]]:
+        """Run a model that trains, and collect the ranges of its activations."""
+        if self.provider.disable_jit:
+            return self.interpret_collecting(tree)
+        return self._compiled_collecting(tree)
+
+    def run_values(self, traced: Traced, decisions: dict[str, Decision]) -> Sequence[Any]:
+        """What is run: while training, each float weight has the codes that products see."""
+        if not self.provider.trains:
+            return traced.values
+        requests = storage([traced.program], [decisions], lambda message: None)
+        return trained_values(traced.values, traced.leaves, requests)
 
     def as_traced(self, tree: Any) -> list[Any]:
         """The leaves that the function itself returns for float leaves, no Site replaced."""
@@ -189,6 +227,8 @@ class Runner:
         )
         rules = {site: d.rule for site, d in decisions.items() if d.rule is not None}
         self.provider.check_ready(rules)
+        if self.provider.trains and self.root:
+            self.check_trains(traced, decisions)
         if self.provider.quantizes_params:
             requests = storage([traced.program], [decisions], lambda message: None)
             if self.root:
@@ -198,6 +238,13 @@ class Runner:
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
             say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
         return traced, decisions
+
+    def check_trains(self, traced: Traced, decisions: dict[str, Decision]) -> None:
+        """A model that trains has float parameters, and rules that do something."""
+        stored = [value.leaf for value in traced.values if is_weight(value)]
+        if stored:
+            raise ValueError(_MSG_STORED.format(what=self.what, leaf=stored[0]))
+        check_something(traced.program, traced.values, decisions, self.provider, self.what)
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
         """The model's output. A parameter handed through untouched comes out as it is stored."""
@@ -215,16 +262,27 @@ class Runner:
         scales: dict[str, Any],
         report: Callable[[str, str], None] = lambda site, text: None,
     ) -> tuple[list[Any], list[tuple[str, str]]]:
+        interpreter = self.interpreter(program, decisions, scales, report)
+        return interpreter.run(program.root, values), interpreter.dequantized
+
+    def interpreter(
+        self,
+        program: Program,
+        decisions: dict[str, Decision],
+        scales: dict[str, Any],
+        report: Callable[[str, str], None] = lambda site, text: None,
+        collecting: bool = False,
+    ) -> Interpreter:
         static = StaticScales(scales)
-        sites = SiteRunner(self.provider, decisions, report, static)
-        interpreter = Interpreter(
+        sites = SiteRunner(self.provider, decisions, report, static, collecting)
+        return Interpreter(
             sites,
             lambda ts: decisions[ts.site.id].rule is not None,
             sites.finishes,
             shortcuts=any(d.rule is not None for d in decisions.values()),
             static=static,
+            taps=Taps(range_tap(program, decisions)) if collecting else Taps(),
         )
-        return interpreter.run(program.root, values), interpreter.dequantized
 
     def tapped(
         self, tree: Any, tap_for: Callable[[Traced, dict[str, Decision]], Tap]
@@ -246,9 +304,10 @@ class Runner:
         """Run abstractly on leaves stored as requested: what ran each Site, what dequantized."""
         ran: dict[str, str] = {}
         seen: list[tuple[str, str]] = []
+        trains = self.provider.trains
         values = [
             _abstract_weight(leaf, requests[leaf.path].how)
-            if leaf and leaf.path in requests
+            if leaf and leaf.path in requests and not trains
             else value
             for value, leaf in zip(traced.values, traced.leaves, strict=True)
         ]
@@ -256,6 +315,8 @@ class Runner:
         scales = abstract_scales(planned_scales([traced.program], [decisions]))
 
         def go(values, scales):
+            if trains:
+                values = trained_values(values, traced.leaves, requests)
             outs, dequantized = self.run(
                 traced.program,
                 decisions,

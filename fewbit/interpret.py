@@ -24,7 +24,7 @@ from fewbit.static_run import StaticScales
 from fewbit.taps import Readings, Taps
 from fewbit.trace import Node, TracedSite
 from fewbit.weight import is_weight, plain
-from fewbit.weight_moves import MOVES
+from fewbit.weight_moves import MOVES, with_twins
 
 SiteHandler = Callable[..., Any]  # (site, operands[, (bias, activation)])
 
@@ -124,9 +124,11 @@ class Interpreter:
         if rule is not None:
             try:
                 with eqn.ctx.manager:
-                    return rule(eqn, ins)
+                    outs = rule(eqn, ins)
             except CannotMove:
                 pass
+            else:
+                return with_twins(eqn, ins, outs)
         return jaxprs.bind(eqn, self.floats(ins, eqn.primitive.name))
 
     def floats(self, values: Sequence[Any], why: str) -> list[Any]:

@@ -64,14 +64,16 @@ def _make_plan(
     ]
     requests: dict[str, Request] = {}
     scales: tuple[ScalePlan, ...] = ()
-    if provider.quantizes_params:
+    if provider.quantizes_params or provider.trains:
         requests = storage([p for _, p in programs], decisions, complaint)
         scales = planned_scales([p for _, p in programs], decisions, complaint)
     rows: list[SitePlan] = []
     notes: list[str] = []
     for k, (_, program) in enumerate(programs):
         ran, dequantized = observe(k, requests)
-        rows += [_row(ts, decisions[k][ts.site.id], requests, ran) for ts in program.sites]
+        rows += [
+            _row(ts, decisions[k][ts.site.id], requests, ran, provider) for ts in program.sites
+        ]
         notes += program.opaque
         notes += [
             f"'{leaf}' is also read by {primitive}: dequantized there"
@@ -93,7 +95,9 @@ def _make_plan(
     plan = Plan(
         rules=provider.rules,
         sites=tuple(rows),
-        leaves=tuple(_leaf_plan(leaf, requests, rows) for leaf in leaves),
+        leaves=tuple(
+            _leaf_plan(leaf, requests if provider.quantizes_params else {}, rows) for leaf in leaves
+        ),
         notes=tuple(dict.fromkeys(notes + named)),
         unmatched_rules=unmatched,
         kind=kind,
@@ -108,7 +112,11 @@ def _make_plan(
 
 
 def _row(
-    ts: TracedSite, decision: Decision, requests: dict[str, Request], ran: dict[str, str]
+    ts: TracedSite,
+    decision: Decision,
+    requests: dict[str, Request],
+    ran: dict[str, str],
+    provider: Any,
 ) -> SitePlan:
     site, rule = ts.site, decision.rule
     stored = requests.get(site.weight) if site.weight and weight_operand(ts) is not None else None
@@ -142,6 +150,7 @@ def _row(
     act = None if rule.act_qtype is None else qtype_name(rule.act_qtype)
     mode = None if act is None else ("static" if static_sides(ts, rule) else "dynamic")
     text = granularity_text(stored.how) if stored else _act_granularity(rule)
+    dlhs, drhs = provider.gradient_products(ts, rule, stored)
     return SitePlan(
         site=site,
         rule=decision.rule_index,
@@ -152,6 +161,8 @@ def _row(
         runs_on=_runs_on(ts, ran.get(site.id)),
         reason=None,
         notes=() if stored else (_what_it_is(ts),),
+        dlhs=dlhs,
+        drhs=drhs,
     )
 
 

@@ -46,6 +46,7 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
     consts, carry, xs = ins[:nc], ins[nc : nc + nk], ins[nc + nk :]
     held, carry = _hold_fixed_weights(run, body, nc, carry, "scan carry")
     stacks = {k: x for k, x in enumerate(xs) if is_weight(x)}
+    twins = {k: w.twin for k, w in stacks.items() if w.twin is not None}
     sliced = [x for x in xs if not is_weight(x)]
     forwarded = [None if k is None else k - nc - nk for k in jaxprs.forwards(body)[nk:]]
     kept = [j for j, k in enumerate(forwarded) if k not in stacks]
@@ -53,10 +54,9 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
     scaled = nodes[0].per_layer and bool(run.static)
 
     def body_step(moving, x):
-        i, rows = x
-        layer = {k: w.at_layer(i) for k, w in stacks.items()}
-        values, around = run.static.state
-        with run.static.using((values, (*around, i) if scaled else around)):
+        i, rows, floats = x
+        layer = {k: w.at_layer(i, floats.get(k)) for k, w in stacks.items()}
+        with run.static.using(run.static.in_trip(i, scaled)):
             outs = run.run(
                 nodes[0], consts + _weave(held, moving, nk) + _weave(layer, rows, len(xs))
             )
@@ -64,8 +64,10 @@ def _scan(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
         ys = [outs[nk + j] for j in kept]
         return run.floats(out_carry, "scan carry"), run.floats(ys, "scan output")
 
-    index = jnp.arange(p.length, dtype=jnp.int32) if stacks or scaled else None
-    (moving, ys), readings = tapped_scan(run.taps, nodes[0], body_step, carry, (index, sliced), p)
+    counted = stacks or scaled or run.static.noise is not None
+    index = jnp.arange(p.length, dtype=jnp.int32) if counted else None
+    steps = (index, sliced, twins)
+    (moving, ys), readings = tapped_scan(run.taps, nodes[0], body_step, carry, steps, p)
     run.taps.add(readings)
     through = {j: stacks[k] for j, k in enumerate(forwarded) if k is not None and j not in kept}
     return _weave(held, moving, nk) + _weave(through, ys, len(forwarded))

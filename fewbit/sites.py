@@ -1,5 +1,6 @@
 """At a Site: unpack the equation, call the provider's op, report what ran it."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,8 +13,10 @@ from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.static_run import StaticScales
 from fewbit.trace import TracedSite, product_letters
-from fewbit.weight import is_weight, plain
-from fewbit.weight_moves import MOVES
+from fewbit.trained_statistics import scales_of_step
+from fewbit.training.paired import Paired
+from fewbit.weight import TrainedWeight, Weight, is_weight, plain
+from fewbit.weight_moves import MOVES, with_twins
 
 _METHODS = {
     "dot_general": "dot_general",
@@ -31,6 +34,7 @@ class SiteRunner:
     decisions: Mapping[str, Decision]
     report: Callable[[str, str], None] = lambda site_id, text: None
     static: StaticScales = field(default_factory=StaticScales)
+    collecting: bool = False  # whether the batch counts among what static scales are made from
 
     def finishes(self, ts: TracedSite) -> bool:
         """Whether the provider's own method also does a bias and an activation."""
@@ -49,17 +53,36 @@ class SiteRunner:
         stored = weight_operand(ts)
         both = site.op in ("dot_general", "einsum")
         operands = [
-            v.array if is_weight(v) and (both or k == stored) else plain(v)
+            _operand(v) if is_weight(v) and (both or k == stored) else plain(v)
             for k, v in enumerate(ins)
         ]
         method = getattr(self.provider, _METHODS[site.op])
-        scales = self.static.of(ts, rule) if self.provider.quantizes_params else {}
-        here = current.CurrentSite(site, rule, self.reporter(site.id, method), scales, finish)
+        scales = self.scales(ts, rule, operands)
+        here = current.CurrentSite(
+            site,
+            rule,
+            self.reporter(site.id, method),
+            scales,
+            finish,
+            noise_key(self.static.noise, site.id, operands[:2]),
+            stored,
+        )
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
                 return _CALLS[site.op](method, ts.eqn, operands)
             except ValueError as error:
                 raise PlanError(f"{site.id}: {error} The rule is {rule!r}.") from error
+
+    def scales(
+        self, ts: TracedSite, rule: Any, operands: Sequence[Any]
+    ) -> dict[int, tuple[Any, Any]]:
+        """Stored scales of activations; while training, those of what was seen so far."""
+        if self.provider.quantizes_params:
+            return self.static.of(ts, rule)
+        if self.provider.trains and rule.act_static_scale:
+            decision = self.decisions[ts.site.id]
+            return scales_of_step(self.static, ts, decision, operands, self.collecting)
+        return {}
 
     def reporter(self, site_id: str, method: Callable[..., Any]) -> Callable[[str], None]:
         """Where the op says what ran it; a user's own method is named with it."""
@@ -74,11 +97,30 @@ class SiteRunner:
         if not is_weight(ins[0]):
             return jaxprs.bind(ts.eqn, ins)[0]
         try:
-            (rows,) = MOVES["gather"](ts.eqn, list(ins))
+            rows = MOVES["gather"](ts.eqn, list(ins))
         except CannotMove:
             self.report(ts.site.id, "dequantize + gather")
             return jaxprs.bind(ts.eqn, [plain(v) for v in ins])[0]
-        return plain(rows)
+        return plain(with_twins(ts.eqn, ins, rows)[0])
+
+
+def _operand(weight: Weight) -> Any:
+    """A weight as an op takes it: its codes; in training with the floats that get the gradient."""
+    if isinstance(weight, TrainedWeight):
+        return Paired(weight.twin, weight.array)
+    return weight.array
+
+
+def noise_key(key: Any, site_id: str, operands: Sequence[Any]) -> Any:
+    """A key of the Site's own: another one for each Site, and for each shard that differs."""
+    if key is None:
+        return None
+    key = jax.random.fold_in(key, zlib.crc32(site_id.encode()))
+    arrays = jax.tree.leaves(list(operands))
+    axes = frozenset[str]().union(*map(jaxprs.varying_axes, arrays))
+    for axis in sorted(axes):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
 
 
 def _dot_general(method: Callable[..., Any], eqn: Any, operands: Sequence[Any]) -> Any:

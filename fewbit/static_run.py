@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -20,6 +21,7 @@ from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, get_tile_shape, quantize_with_scale_zero_point
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import (
+    NOISE,
     SCALE,
     SIDES,
     ZERO_POINT,
@@ -55,7 +57,10 @@ _MSG_DYNAMIC = (
 
 @dataclass
 class StaticScales:
-    """The scales of a run, by full name, and the layer numbers of the scans around the equation."""
+    """The scales of a run, by full name, and the layer numbers of the scans around the equation.
+
+    A key for stochastic rounding rides among them; every trip of a loop has another one.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     layers: tuple[Any, ...] = ()
@@ -67,6 +72,18 @@ class StaticScales:
     def state(self) -> tuple[dict[str, Any], tuple[Any, ...]]:
         """Everything traced, for a body that must not close over it."""
         return self.values, self.layers
+
+    @property
+    def noise(self) -> Any:
+        """The key that noise is made from, or None."""
+        return self.values.get(NOISE)
+
+    def in_trip(self, i: Any, is_layer: bool) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """The state inside trip `i` of a scan."""
+        values = self.values
+        if self.noise is not None:
+            values = {**values, NOISE: jax.random.fold_in(self.noise, i)}
+        return values, (*self.layers, i) if is_layer else self.layers
 
     @contextmanager
     def using(self, state: tuple[dict[str, Any], tuple[Any, ...]]) -> Iterator[None]:
@@ -81,14 +98,18 @@ class StaticScales:
     def of(self, ts: TracedSite, rule: QuantizationRule) -> dict[int, tuple[Any, Any]]:
         """(scale, zero point) for each operand that has one, of the layer that is being run."""
 
-        def part(name: str) -> Any:
-            value = self.values.get(name)
-            for i in self.layers[: len(ts.layers)] if value is not None else ():
-                value = lax.dynamic_index_in_dim(value, i, 0, keepdims=False)
-            return value
-
         names = {side: scale_name(ts.site, side) for side in static_sides(ts, rule)}
-        return {k: (part(name + SCALE), part(name + ZERO_POINT)) for k, name in names.items()}
+        return {
+            k: (self.of_layer(ts, name + SCALE), self.of_layer(ts, name + ZERO_POINT))
+            for k, name in names.items()
+        }
+
+    def of_layer(self, ts: TracedSite, name: str) -> Any:
+        """The entry of this name for the layer that is being run; None if there is none."""
+        value = self.values.get(name)
+        for i in self.layers[: len(ts.layers)] if value is not None else ():
+            value = lax.dynamic_index_in_dim(value, i, 0, keepdims=False)
+        return value
 
 
 def quantize_static(array: Any, how: HowToQuantize, scale: Any, zero_point: Any) -> QArray:

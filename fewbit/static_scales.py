@@ -42,6 +42,10 @@ class ScaleName(str):
     __slots__ = ()
 
 
+NOISE = ScaleName("key of stochastic rounding")  # it rides among the scales; none has spaces
+STREAM = "stochastic_rounding"  # what frameworks' users call it
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, eq=False)
 class QuantizedParams:
@@ -118,7 +122,7 @@ def static_sides(ts: TracedSite, rule: QuantizationRule | None) -> list[int]:
 def scale_plan(ts: TracedSite, side: int, rule: QuantizationRule) -> ScalePlan:
     """The scale of one operand. `how` is the one that a dynamic range would use."""
     info = (ts.site.lhs, ts.site.rhs)[side]
-    how = operand_how(ts, side, **activation_fields(rule))
+    how = operand_how(ts, side, **activation_fields(rule, side))
     shape, rank = list(get_scale_shape(info.shape, how)), len(info.shape)
     for axis in rule.act_batch_axes:
         if -rank <= axis < rank:  # one rule serves operands of many ranks

@@ -168,6 +168,7 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
     count = stat["count"]
     if isinstance(count, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda s: _static_scale(scale, s, reduction), dict(stat))
+    # (A statistic that is still being collected goes to `scale_of`, which checks nothing.)
     used = ("count", *sums, *(_EXTREMES[key] for key in keys), _HISTOGRAM)
     stat = {key: jnp.asarray(value) for key, value in stat.items() if key in used}
     if not isinstance(count, jax.core.Tracer) and bool((stat["count"] <= 0).any()):
@@ -189,6 +190,12 @@ def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> 
         return scale_and_zero_point({"absmax": absmax}, scale)
     calibration = SimpleMovingAverage().get_calibration(stat, reduction=reduction)
     return scale_and_zero_point({key: calibration[key] for key in keys}, scale)
+
+
+def scale_of(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
+    """As `static_scale`, of a statistic that a training step has at hand."""
+    reduction = (scale.rule.act_static_reduction if scale.rule is not None else None) or "range"
+    return _static_scale(scale, stat, reduction)
 
 
 def _is_statistic(node: Any) -> bool:

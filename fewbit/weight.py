@@ -43,14 +43,35 @@ class Weight:
         return cls(array, leaf, rule, twin)
 
     def moved(self, array: QArray, twin: Any = None) -> "Weight":
-        return Weight(array, self.leaf, self.rule, twin)
+        return type(self)(array, self.leaf, self.rule, twin)
 
-    def at_layer(self, i: Any) -> "Weight":
-        """One layer of a stacked weight."""
-        twin = self.twin
-        if twin is not None:
-            twin = jax.lax.dynamic_index_in_dim(twin, i, 0, keepdims=False)
+    def at_layer(self, i: Any, twin: Any = None) -> "Weight":
+        """One layer of a stacked weight. A scan hands out the twin's, so that gradients stack."""
         return self.moved(self.array.at_layer(i), twin)
+
+    def as_float(self) -> Any:
+        """The float array that it stands for."""
+        return dequantize(self.array, self.array.dtype)
+
+
+@jax.custom_jvp
+def straight_through(value: jax.Array, source: jax.Array) -> jax.Array:
+    """`value`, with the derivative of `source`, which it was made of by rounding."""
+    return value
+
+
+@straight_through.defjvp
+def _of_source(primals: Any, tangents: Any) -> Any:
+    return straight_through(*primals), tangents[1].astype(primals[0].dtype)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class TrainedWeight(Weight):
+    """A float parameter (`twin`, which gets the gradients) that training sees quantized."""
+
+    def as_float(self) -> Any:
+        return straight_through(super().as_float(), self.twin)
 
 
 def is_weight(value: Any) -> bool:
@@ -88,7 +109,7 @@ _fixed.defjvp(_refuse_tangents, symbolic_zeros=True)
 
 def plain(value: Any) -> Any:
     """The float array that a value stands for."""
-    return dequantize(value.array, value.array.dtype) if is_weight(value) else value
+    return value.as_float() if is_weight(value) else value
 
 
 def map_parts(fn: Callable[[Any, PartitionSpec], Any], q: QArray, spec: PartitionSpec) -> QArray:

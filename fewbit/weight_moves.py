@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fewbit import jaxprs, moves
 from fewbit.jaxprs import Eqn
 from fewbit.qarray import QArray, unpack
-from fewbit.weight import is_weight, map_parts
+from fewbit.weight import TrainedWeight, is_weight, map_parts, plain
 
 Rule = Callable[[Eqn, list[Any]], Sequence[Any]]
 
@@ -161,3 +161,14 @@ MOVES: dict[str, Rule] = {
     "reshard": _sharded,
     "pvary": _pvary,
 }
+
+
+def with_twins(eqn: Eqn, ins: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
+    """Moved weights of a training run with their float arrays moved alike."""
+    if not any(isinstance(v, TrainedWeight) for v in ins):
+        return outs
+    floats = jaxprs.bind(eqn, [v.twin if isinstance(v, TrainedWeight) else plain(v) for v in ins])
+    return [
+        out.moved(out.array, twin) if isinstance(out, TrainedWeight) else out
+        for out, twin in zip(outs, floats, strict=True)
+    ]

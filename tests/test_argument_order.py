@@ -163,16 +163,9 @@ def test_rules_of_training_serve_where_they_mean_the_same():
     serving = [QuantizationRule(module_path="down"), *W8]
     plans = [fewbit.plan(mlp, rules, PARAMS, X) for rules in (training, serving)]
     assert plans[0].totals == plans[1].totals
-    for field, value in (
-        ("disable_channelwise_axes", True),
-        ("additional_qt_config", {"disable_gradient_clipping": True}),
-    ):
-        rule = QtRule(weight_qtype="int8", **{field: value})
-        with pytest.warns(UserWarning, match=f"PtqProvider does not read {field} of QtRule"):
-            PtqProvider([rule])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        PtqProvider([QtRule(disable_channelwise_axes=True)])  # it switches its ops off anyway
+    rule = QtRule(weight_qtype="int8", disable_channelwise_axes=True)
+    (planned,) = {row.granularity for row in fewbit.plan(mlp, [rule], PARAMS, X).sites}
+    assert planned == "per-tensor"  # what training did is what is served
 
 
 # --- arrays and trees -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ LAYERS = [
     ["layouts"],
     ["ops"],
     ["rules", "rules_*", "_rule_*", "presets"],
+    ["training"],
     [
         *(
             "_plan",
@@ -60,6 +61,8 @@ LAYERS = [
             "weight",
             "weight_*",
             "_trainable",
+            "trained",
+            "trained_*",
         ),
     ],
     ["modes"],

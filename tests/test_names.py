@@ -16,6 +16,8 @@ from fewbit._later import LATER, MODULES, NEVER
 X, W = jnp.ones((2, 4)), jnp.eye(4)
 RULES = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 NUMBERS = (((1,), (0,)), ((), ()))
+INT8_TRAINING = dict(lhs_qtype="int8", rhs_qtype="int8", drhs_grad_qtype="int8")
+QT_RULE = fewbit.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 
 
 def model(params, x):
@@ -64,8 +66,23 @@ get_default_static_config get_default_dynamic_config
 plan register_calls CalibrationError GreedySampler TopKSampler quantize_kv_cache
 """.split()
 
+
 # A tiny check for each name that works.
+def trains():
+    rules = [fewbit.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")]
+    f = fewbit.quantize_model(lambda p, x: x @ p["w"], fewbit.QtProvider(rules))
+    return f, jax.grad(lambda p: f(p, X).sum())({"w": W})["w"]
+
+
+def served():
+    converted = fewbit.to_ptq(trains()[0], {"w": W}, None, X)
+    return converted.model(converted.params, X)
+
+
 WORKS = {
+    "QtProvider": lambda: jnp.allclose(trains()[1], X.sum(0)[:, None], rtol=0.02),
+    "QuantStat": lambda: fewbit.QuantStat.__name__ == "QuantStat",
+    "to_ptq": lambda: close(served()),
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),
     "quantize": lambda: q().qtype == jnp.int8,
     "dequantize": lambda: jnp.allclose(fewbit.dequantize(q()), W, atol=0.01),
@@ -111,6 +128,33 @@ WORKS = {
         fewbit.restore_quantization_rules({"w": q()}, fewbit.QuantizationRule)[0].weight_qtype
         == jnp.int8
     ),
+    "training": lambda: callable(fewbit.training.DotGeneral) and callable(fewbit.training.pair),
+    "DotGeneralQtConfig": lambda: fewbit.DotGeneralQtConfig(**INT8_TRAINING).quantizes_gradients,
+    "ConvGeneralQtConfig": lambda: fewbit.ConvGeneralQtConfig().lhs_qtype is None,
+    "RaggedDotQtConfig": lambda: fewbit.RaggedDotQtConfig(tile_size=4).tile_size == 4,
+    "dot_general_qt": lambda: close(
+        fewbit.dot_general_qt(X, W, NUMBERS, fewbit.DotGeneralQtConfig(**INT8_TRAINING))
+    ),
+    "einsum_qt": lambda: close(
+        fewbit.einsum_qt("bi,io->bo", X, W, fewbit.DotGeneralQtConfig(**INT8_TRAINING))
+    ),
+    "conv_general_qt": lambda: close(
+        fewbit.conv_general_qt(
+            X[:, :, None],
+            W[None],
+            fewbit.ConvGeneralQtConfig(**INT8_TRAINING),
+            (1,),
+            "VALID",
+            dimension_numbers=("NCW", "WIO", "NCW"),
+        )
+    ),
+    "ragged_dot_qt": lambda: close(
+        fewbit.ragged_dot_qt(
+            X, W[None], jnp.array([2], jnp.int32), fewbit.RaggedDotQtConfig(**INT8_TRAINING)
+        )
+    ),
+    "QtDotGeneral": lambda: close(fewbit.QtDotGeneral(QT_RULE).apply({}, X, W, NUMBERS)),
+    "QtEinsum": lambda: close(fewbit.QtEinsum(QT_RULE).apply({}, "bi,io->bo", X, W)),
     "keras": lambda: all(callable(getattr(fewbit.keras, name)) for name in KERAS),
     # fewbit's own
     "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),
@@ -216,8 +260,7 @@ def test_imports_of_migrating_code():
         def dot_general(self, *args, **kwargs):
             return super().dot_general(*args, **kwargs)
 
-    with pytest.raises(NotImplementedError, match="fewbit.QtProvider is not there yet. It will"):
-        Fp8Provider(RULES)
+    assert Fp8Provider(RULES).rules == (fewbit.QtRule(weight_qtype="int8", act_qtype="int8"),)
     with pytest.raises(NotImplementedError, match="fewbit.gptq is not there yet"):
         gptq.GptqCalibrationProvider(RULES)
     with pytest.raises(AttributeError, match="fewbit.contrib has no 'gptk'. It has gptq, awq"):
@@ -265,7 +308,7 @@ def test_a_name_that_is_nobodys():
 
 
 def test_later_names_load_no_framework():
-    code = "import sys, fewbit; fewbit.QtProvider, fewbit.QuantStat, fewbit.pallas, fewbit.contrib;"
+    code = "import sys, fewbit; fewbit.QtProvider, fewbit.to_ptq, fewbit.pallas, fewbit.contrib;"
     code += "assert not {'flax', 'keras', 'yaml', 'tensorflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -77,7 +77,7 @@ class Probe:
         rule = self.runner.decisions[ts.site.id].rule
         if rule is None or rule.act_qtype is None or ts.site.op == "take":
             return None
-        how = operand_how(ts, side, **activation_fields(rule))
+        how = operand_how(ts, side, **activation_fields(rule, side))
         static = self.runner.static.of(ts, rule)
         if side in static:
             return quantize_static(operand, how, *static[side])

@@ -24,10 +24,11 @@ from fewbit.jaxprs import scope_name
 from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
-from fewbit.static_scales import ScaleName, insert, split_scales
+from fewbit.static_scales import NOISE, STREAM, ScaleName, insert, split_scales
 
 OF_APPLY = ("rngs",)  # keyword arguments that are not the module's own
 ALL_BUT_PARAMS = DenyList(("params",))
+STATISTICS = "quant_stats"  # the collection of activation ranges that training fills
 _runners: Cache[Runner] = Cache(256)
 
 
@@ -152,23 +153,46 @@ def make_run(
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling `apply`, and the leaves to call it with."""
     variables, scales = without_scales(variables)
-    tree = (jax.tree.map(box_outside, variables, is_leaf=is_aux), rngs, args, kwargs, scales)
+    stats: Any = {}
+    if provider.trains and isinstance(variables, Mapping):  # no module of the twin knows them
+        stats = variables.get(STATISTICS, {})
+        variables = {name: part for name, part in variables.items() if name != STATISTICS}
+    variables = jax.tree.map(box_outside, variables, is_leaf=is_aux)
+    tree = (variables, rngs, args, kwargs, scales, stats)
     dynamic, call = split_call(tree, _name)
 
     def make() -> Runner:
-        return Runner(
+        runner = Runner(
             functools.partial(_pure, twin, call, options),
             provider,
             lambda key: call.names[key[0].idx],
             method=options.method_name,
             what=_what(twin),
         )
+        runner.call = call
+        return runner
 
     return _runners.get(lambda: (_key(twin, {}), provider, options, call.key), make), dynamic
 
 
+def trained(module: nn.Module) -> tuple[Any, nn.Module] | None:
+    """The provider and the float module of one that trains; None for any other."""
+    provider = getattr(module, "_fewbit_provider", None)
+    return (provider, float_twin(module)) if provider is not None and provider.trains else None
+
+
+def last_call(module: Any) -> tuple[tuple, dict] | None:
+    """The abstract arguments that such a module was last called on."""
+    wanted = _key(float_twin(module), {}), module._fewbit_provider
+    runner = _runners.latest(lambda key: key[:2] == wanted)
+    if runner is None or runner.example is None:
+        return None
+    _, _, args, kwargs, *_ = runner.call.merge(runner.example)
+    return args, kwargs
+
+
 def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> Any:
-    variables, rngs, args, kwargs, _ = call.merge(dynamic)
+    variables, rngs, args, kwargs, *_ = call.merge(dynamic)
     with scopes():
         return twin.apply(
             variables,
@@ -227,6 +251,10 @@ def _name(keypath: tuple[Any, ...]) -> str | None:
     """Parameters are the leaves of the collection 'params'; boxes add nothing to the path."""
     if keypath[0].idx == 4:
         return ScaleName(keypath[1].key)
+    if keypath[0].idx == 5:
+        return ScaleName(key_name(keypath[1:]))
+    if keypath[0].idx == 1 and len(keypath) > 1 and keypath[1].key == STREAM:
+        return NOISE
     if keypath[0].idx != 0 or len(keypath) < 2 or keypath[1].key != "params":
         return None
     return key_name(tuple(k for k in keypath[2:] if not isinstance(k, jax.tree_util.GetAttrKey)))

@@ -12,13 +12,14 @@ from typing import Any
 
 import flax.linen as nn
 from flax.core import DenyList
-from flax.core.scope import subtract_filters
+from flax.core.scope import in_filter, subtract_filters
 
 from fewbit import current
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization
 from fewbit.models.linen import (
     ALL_BUT_PARAMS,
+    STATISTICS,
     Options,
     boxes_inside,
     fields,
@@ -28,9 +29,9 @@ from fewbit.models.linen import (
     with_scales,
     without_scales,
 )
-from fewbit.models.planning import plan_runs
+from fewbit.models.planning import empty_statistics_of, plan_runs
 from fewbit.params import quantize_params
-from fewbit.static_scales import empty_scales
+from fewbit.static_scales import empty_scales, insert
 
 flax_serialization.register()  # models that are unpickled come by no other way
 _NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` returns
@@ -81,6 +82,12 @@ def _apply(
     _, args, kwargs = provider.process_model_inputs(self, args, kwargs)
     options = Options.of(method, mutable, capture_intermediates)
     runner, dynamic = make_run(float_twin(self), provider, variables, rngs, args, kwargs, options)
+    if provider.collects and in_filter(mutable, STATISTICS):
+        (out, updated), stats = runner.collecting(dynamic)
+        stats = insert_all(variables.get(STATISTICS, {}), stats)
+        return provider.process_model_output(
+            options.method_name, (out, {**updated, STATISTICS: stats})
+        )
     out = boxes_inside(runner(dynamic))
     if mutable is not False:  # a mutable collection 'params' comes back whole
         out = out[0], with_scales(out[1], without_scales(variables)[1])
@@ -116,6 +123,8 @@ def _init(
         if not one:  # a rule that matches nothing in this method may match in another
             warnings.simplefilter("ignore")
         made, _ = plan_runs([run], kind="linen", strict=one and provider.strict)
+    if provider.collects and in_filter(mutable, STATISTICS):
+        return {**variables, STATISTICS: insert_all({}, empty_statistics_of(run))}
     if not provider.quantizes_params:
         return variables
     # Plain, as the template that `eval_shape` makes of this is: one tree, whichever way it is made.
@@ -140,6 +149,13 @@ def _init_with_output(
         variables, *args, rngs=keys, method=method, mutable=ALL_BUT_PARAMS, **kwargs
     )
     return out, variables
+
+
+def insert_all(tree: Any, entries: Mapping[str, Any]) -> Any:
+    """A collection with these entries, each at its path."""
+    for name, value in entries.items():
+        tree = insert(tree, name, value)
+    return tree
 
 
 def _streams(rngs: Any) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from flax import nnx
 from fewbit._plan import Plan
 from fewbit._plan_messages import PlanError
 from fewbit.engine import Runner, UntraceableModelError, is_stored
+from fewbit.layouts import unpack
 from fewbit.models import flax_serialization, nnx_calls
 from fewbit.models.nnx_scopes import (
     methods_of,
@@ -23,8 +24,8 @@ from fewbit.models.nnx_scopes import (
     set_place,
     subclass,
 )
-from fewbit.models.planning import FloatRun, plan_runs
-from fewbit.params import quantize_leaf
+from fewbit.models.planning import FloatRun, empty_statistics_of, plan_runs
+from fewbit.params import quantize_leaf, quantize_params
 from fewbit.qarray import PanelArray, QArray, WithAux
 from fewbit.static_scales import empty_scales
 
@@ -92,6 +93,11 @@ def quantize(
             if leaf is not None and leaf.how is not None:
                 variable.set_value(quantize_leaf(leaf.path, variable.get_value(), leaf))
         _add_scales(new, made)
+    if made is not None and provider.collects:
+        _add_statistics(new, provider, inputs, methods, kwargs)
+    if provider.trains and provider.draws_noise:
+        for _, module in modules(new):
+            setattr(module, nnx_calls.RNGS, nnx.data(None))
     for place, module in modules(new):
         set_place(module, place)
     return _with_classes(new, provider)
@@ -107,6 +113,19 @@ def _add_scales(model: nnx.Module, made: Plan) -> None:
         if path not in places:
             raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
         setattr(places[path], attribute, nnx.Param(value))
+
+
+def _add_statistics(
+    model: nnx.Module, provider: Any, inputs: tuple, methods: Sequence[str], kwargs: dict
+) -> None:
+    """Empty statistics on the modules of their Sites, to be filled by training."""
+    ready = nnx_calls.prepare(model, provider, methods[0], inputs, kwargs)
+    places = dict(modules(model))
+    for name, stat in empty_statistics_of((ready.runner, ready.dynamic)).items():
+        path, _, attribute = name.rpartition("/")
+        if path not in places:
+            raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
+        setattr(places[path], attribute, nnx_calls.QuantStat(stat))
 
 
 def plan(
@@ -161,6 +180,47 @@ def _check_is_float(model: nnx.Module) -> None:
         if is_quantized(module):
             what = f"This {type(model).__name__}" + (f"'s submodule '{path}'" if path else "")
             raise ValueError(_MSG_TWICE.format(what=what))
+
+
+def trained(model: Any) -> tuple[Any, Any] | None:
+    """The provider of a model that trains, and a float model of its own; None for any other."""
+    provider = getattr(type(model), "_fewbit_provider", None)
+    if provider is None or not provider.trains:
+        return None
+    source = nnx.clone(model)
+    for _, module in modules(source):
+        set_class(module, original_class(type(module)))
+        if nnx_calls.RNGS in vars(module):
+            delattr(module, nnx_calls.RNGS)
+    return provider, source
+
+
+def last_call(model: Any) -> tuple[tuple, dict] | None:
+    """The abstract arguments that the model was last called on, if they hold no NNX objects."""
+    return nnx_calls.last_call(model, type(model)._fewbit_provider)
+
+
+def converted(
+    model: Any,
+    source: nnx.Module,
+    provider: Any,
+    inputs: tuple,
+    methods: Sequence[str],
+    pack: bool,
+    kwargs: dict,
+) -> nnx.Module:
+    """The model that serves, of a float model that still holds the statistics of its training."""
+    stats = nnx.to_pure_dict(nnx.state(source, nnx_calls.QuantStat))
+    for _, module in modules(source):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, nnx_calls.QuantStat):
+                delattr(module, name)
+    made = plan(source, provider, *inputs, methods=methods, strict=provider.strict, **kwargs)
+    new = quantize(source, provider, *inputs, methods=methods, **kwargs)
+    params = nnx.to_pure_dict(nnx.state(source, nnx.Param))
+    quantized = quantize_params(params, made, stats if made.scales else None)
+    nnx.update(new, quantized if pack else unpack(quantized))
+    return new
 
 
 def float_params(*filters: Any) -> Any:

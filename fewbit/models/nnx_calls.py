@@ -15,7 +15,7 @@ from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
-from fewbit.static_scales import ScaleName, is_static_scale
+from fewbit.static_scales import NOISE, STREAM, ScaleName, is_static_scale
 from fewbit.weight import plain
 
 _runners: Cache["NnxRunner"] = Cache(256)
@@ -25,7 +25,15 @@ _NO_SCOPES = (
     "without module scopes: a Site's path is its weight's, products of two activations have none"
 )
 
+RNGS = "qwix_rngs"  # the attribute that people set by `model.set_attributes(qwix_rngs=nnx.Rngs(0))`
+
+UPDATE_OFF = "disable_quant_stats_update"  # set by people to evaluate without counting
+
 Path = tuple[Any, ...]
+
+
+class QuantStat(nnx.Variable):
+    """The activation ranges that training has seen at one operand, for its static scale."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,13 @@ class Prepared:
     variables: dict[Path, Any]
 
 
-def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Prepared:
-    """The runner for a method on arguments of this form; NNX objects among them are state too."""
+def prepare(
+    model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict, noise: Any = None
+) -> Prepared:
+    """The runner for a method on arguments of this form; NNX objects among them are state too.
+
+    `noise` is the key of stochastic rounding.
+    """
     nodes: list[Any] = [model]
 
     def mark(value):
@@ -52,11 +65,11 @@ def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: 
     graphdef, state = nnx.split(tuple(nodes))
     variables = dict(nnx.to_flat_state(state))
     values = [value_of(v) for v in variables.values()]
-    dynamic, call = split_call((values, args, kwargs))
+    dynamic, call = split_call((values, args, kwargs, noise))
     base = place_of(model)
 
     def make() -> NnxRunner:
-        tree = (values, args, kwargs)
+        tree = (values, args, kwargs, noise)
         bases = (base, *map(place_of, nodes[1:]))
         return NnxRunner(model, provider, method, bases, graphdef, call, variables, tree)
 
@@ -66,8 +79,8 @@ def prepare(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: 
 
 def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Any:
     """Run a method of a quantized module."""
-    ready = prepare(model, provider, method, args, kwargs)
-    outcome = ready.runner(ready.dynamic)
+    ready = prepare(model, provider, method, args, kwargs, _noise(model, provider))
+    outcome, stats = _run(ready, provider, model)
 
     def leaf(slot):
         if isinstance(slot, _In):
@@ -80,6 +93,8 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
         treedef, leaves = slots
         return jax.tree.unflatten(treedef, map(leaf, leaves))
 
+    for path, stat in stats.items():
+        ready.variables[path].set_value(stat)
     for path, slots in outcome.writes:
         old = ready.variables.get(path)
         if isinstance(old, nnx.Variable):
@@ -93,6 +108,36 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
         for mine, new in zip(ready.nodes, twin, strict=True):
             take_over(mine, new, seen)
     return value(outcome.out)
+
+
+def last_call(model: nnx.Module, provider: Any) -> tuple[tuple, dict] | None:
+    """The abstract arguments of the last call; None if there was none, or one with NNX objects."""
+    graphdef = nnx.split((model,))[0]
+    runner = _runners.latest(lambda key: key[:3] == (graphdef, provider, "__call__"))
+    if runner is None or runner.example is None:
+        return None
+    _, args, kwargs, _ = runner.call.merge(runner.example)
+    has_nodes = any(isinstance(leaf, _Node) for leaf in jax.tree.leaves((args, kwargs)))
+    return None if has_nodes else (args, kwargs)
+
+
+def _run(ready: Prepared, provider: Any, model: nnx.Module) -> tuple[Any, dict[Path, Any]]:
+    """The outcome and, for a model that collects ranges, its new statistics."""
+    kept = {path: v for path, v in ready.variables.items() if isinstance(v, QuantStat)}
+    if not kept or not provider.collects or getattr(model, UPDATE_OFF, False):
+        return ready.runner(ready.dynamic), {}
+    outcome, found = ready.runner.collecting(ready.dynamic)
+    names = {
+        "/".join(p for p in (place_of(ready.nodes[path[0]]), *map(str, path[1:])) if p): path
+        for path in kept
+    }
+    return outcome, {names[name]: stat for name, stat in found.items() if name in names}
+
+
+def _noise(model: nnx.Module, provider: Any) -> Any:
+    """A new key from the model's own streams, if its rules round stochastically."""
+    rngs = getattr(model, RNGS, None)
+    return rngs[STREAM]() if provider.trains and provider.draws_noise and rngs is not None else None
 
 
 # --- places of values among a call's inputs and results ------------------------------------------
@@ -191,8 +236,8 @@ class NnxRunner(Runner):
 
     def __init__(self, model, provider, method, bases, graphdef, call, variables, tree):
         base = bases[0]
-        self.names = _names(bases, variables, tree)
-        self.before = _input_slots(variables)
+        names = _names(bases, variables, tree)
+        before = _input_slots(variables)
         scales = tuple(path for path, v in variables.items() if is_scale(path, v))
         twin = functools.partial(_run_twin, graphdef, base, method, call, scales)
         super().__init__(
@@ -203,6 +248,7 @@ class NnxRunner(Runner):
             root=not base,
             what=f"NNX module {type(model).__name__}",
         )
+        self.names, self.before, self.call = names, before, call
         self._unscoped: Any = jax.jit(functools.partial(twin, False))
         self._notes: tuple[str, ...] = ()
 
@@ -264,7 +310,9 @@ class NnxRunner(Runner):
 
 
 def is_scale(path: Path, variable: Any) -> bool:
-    """Whether a Variable holds a static activation scale."""
+    """Whether a Variable holds a static activation scale, or what one is made from."""
+    if isinstance(variable, QuantStat):
+        return True
     return isinstance(variable, nnx.Param) and is_static_scale(path[-1], value_of(variable))
 
 
@@ -276,6 +324,8 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
     kinds = list(variables.items())
 
     def name(keypath):
+        if keypath[0].idx == 3:
+            return NOISE
         if keypath[0].idx != 0:
             return None
         path, variable = kinds[keypath[1].idx]
@@ -312,7 +362,7 @@ def _run_twin(
     annotate: bool,
     dynamic: list[Any],
 ) -> _After:
-    values, args, kwargs = call.merge(dynamic)
+    values, args, kwargs, _ = call.merge(dynamic)
     nodes = nnx.merge(graphdef, values)  # a list: a Variable may hold a dict, which is no state
     # The author's code, which may scan or vmap a module, must not meet scales of another shape.
     set_aside = [(get_at(nodes, path[:-1]), path[-1]) for path in scales]

@@ -7,6 +7,7 @@ from fewbit._plan import Plan
 from fewbit.decisions import Leaf, Request, decide
 from fewbit.engine import Runner
 from fewbit.planner import make_plan
+from fewbit.trained_statistics import Statistic, empty_statistics
 
 # (method, args, kwargs) of one call of a float model -> its runner, and the leaves to call it with.
 FloatRun = Callable[[str, tuple, dict], tuple[Runner, list[Any]]]
@@ -37,3 +38,13 @@ def plan_runs(
         observe=observe,
         strict=strict,
     )
+
+
+def empty_statistics_of(run: tuple[Runner, Any]) -> dict[str, Statistic]:
+    """The statistics that a run of a model that trains fills, all zero, by name."""
+    runner, tree = run
+    traced = runner.trace(tree)
+    decisions = decide(traced.program, runner.rule_for(traced.values))
+    return {
+        name: stat for name, (_, _, stat) in empty_statistics(traced.program, decisions).items()
+    }

@@ -7,7 +7,6 @@ number.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from fewbit import current
 from fewbit._errors import describe
 from fewbit._plan import Plan
 from fewbit.qarray import QArray, dequantize
-from fewbit.rules import LoraRule, QtRule, QuantizationRule, changed_fields, first_match
+from fewbit.rules import LoraRule, QuantizationRule, changed_fields, first_match
 
 _MSG_NOT_TRACED = (
     "Quantization is not completed yet. Please call `quantize_model` before calling "
@@ -43,12 +42,6 @@ _MSG_REFUSED = (
     "{provider} makes no adapters, so it would ignore the rank and alpha of {rule!r}. Give the "
     "rule to a LoraProvider; without adapters, {instead}."
 )
-_MSG_FORWARD = (
-    "{provider} does not read {fields} of {rule!r}, which changed the numbers in training, so the "
-    "model may behave differently here. Leave {fields} out, or check the accuracy of the result."
-)
-# What a QtRule says about the forward pass; the rest is about gradients, which serving has not.
-_FORWARD_FIELDS = ("disable_channelwise_axes", "additional_qt_config")
 _INTERCEPTION = ("get_intercept_map", "get_interceptors")
 
 
@@ -61,7 +54,10 @@ class QuantizationProvider:
     (0, None)
     """
 
-    quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float (training)
+    quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float
+    trains = False  # whether float weights are quantized while the model runs, for gradients
+    collects = False  # whether it collects ranges of activations while it trains
+    draws_noise = False  # whether it rounds stochastically, so that calls need a key
     refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
     def __init__(
@@ -105,13 +101,6 @@ class QuantizationProvider:
             instead = "leave it out" if rule.switched_off else f"write {plain!r}"
             name = type(self).__name__
             raise TypeError(_MSG_REFUSED.format(provider=name, rule=rule, instead=instead))
-        if isinstance(rule, QtRule) and self.quantizes_params:
-            unread = [name for name in _FORWARD_FIELDS if name in changed_fields(rule)]
-            if unread and not rule.switched_off:
-                text = _MSG_FORWARD.format(
-                    provider=type(self).__name__, fields=" and ".join(unread), rule=rule
-                )
-                warnings.warn(text, stacklevel=4)
         return rule
 
     # Two providers made alike are alike, so that models quantized alike share classes and jit
@@ -152,6 +141,12 @@ class QuantizationProvider:
 
     def check_ready(self, rules: Mapping[str, QuantizationRule]) -> None:
         """A hook before Sites (by id) run under these rules: raise if this mode cannot run one."""
+
+    def gradient_products(
+        self, ts: Any, rule: QuantizationRule, stored: Any
+    ) -> tuple[str | None, str | None]:
+        """What the plan says of the two gradient products of a Site; a mode that trains does."""
+        return None, None
 
     def mark_used(self, indices: Iterable[int]) -> None:
         self._used_rules = (self._used_rules or set()) | set(indices)

@@ -115,7 +115,7 @@ class BoxedParamProvider(QuantizationProvider):
             product,
             operands,
             hows,
-            lambda *q: _describe_einsum(einsum_str, *q, bias=bias, activation=activation),
+            lambda *q: describe_einsum(einsum_str, *q, bias=bias, activation=activation),
             (bias,),
             measure=ops.Deferred,
         )
@@ -209,7 +209,7 @@ class PtqProvider(BoxedParamProvider):
     """
 
 
-def _describe_einsum(einsum_str: str, *operands: Any, **finish: Any) -> str:
+def describe_einsum(einsum_str: str, *operands: Any, **finish: Any) -> str:
     """What runs a two-operand einsum: the product it is."""
     (a, b), out = granularity.split_subscripts(einsum_str, [x.ndim for x in operands])
     shared = [(a.index(c), b.index(c), c in out) for c in a if c in b]
@@ -228,9 +228,8 @@ def activation_hows(
     """How to quantize each operand that is not a stored weight; None leaves it as it is."""
     if rule is None or rule.weight_qtype is None or rule.act_qtype is None:
         return (None,) * len(operands)
-    fields = activation_fields(rule)
     return tuple(
-        how_for(i == 0, **fields)
+        how_for(i == 0, **activation_fields(rule, i))
         if not isinstance(x, QArray) and should_quantize(x.dtype)
         else None
         for i, x in enumerate(operands)

@@ -1,0 +1,80 @@
+"""From a model that was trained quantized to the model that serves, with the same scales."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from fewbit._plan import Plan
+from fewbit.layouts import unpack
+from fewbit.models import front_end, is_keras, plan, quantize_model
+from fewbit.modes.ptq import PtqProvider
+from fewbit.params import quantize_params
+
+_MSG_NOT_TRAINED = (
+    "to_ptq takes a model that quantize_model(model, QtProvider(rules)) made, got {found}. A float "
+    "model is quantized by quantize_params(params, fewbit.plan(model, rules, *inputs))."
+)
+_MSG_INPUTS = (
+    "to_ptq needs to know on what {name} is called, and it has not been called in this process: "
+    "to_ptq(model, params, stats, *inputs). Abstract inputs do."
+)
+_MSG_STATS = (
+    "The rules of this model make static activation scales, but to_ptq got no statistics. Pass "
+    "what training collected: for Linen variables['quant_stats'], for a function the second result "
+    "of f.collecting(...)."
+)
+
+
+class Converted(NamedTuple):
+    """A model that serves, its parameters, and the plan that both follow."""
+
+    model: Any
+    params: Any
+    plan: Plan
+
+
+def to_ptq(
+    model: Any,
+    params: Any = None,
+    stats: Any = None,
+    *inputs: Any,
+    methods: Sequence[str] = ("__call__",),
+    pack: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """The model that serves what was trained: weights stored as training rounded them.
+
+    Takes a model of `QtProvider`, its float parameters and, for rules with `act_static_scale=True`,
+    the statistics that training collected; returns `(model, params, plan)`. An NNX model holds both
+    and comes back alone. `inputs` are the model's own (abstract ones do); without them those of its
+    last call are used. The forward pass is that of training, bit for bit on plain codes
+    (`pack=False`); this machine's kernels may sum floats in another order.
+
+    >>> import fewbit, jax.numpy as jnp
+    >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]
+    >>> f = fewbit.quantize_model(lambda p, x: x @ p['w'], fewbit.QtProvider(rules))
+    >>> params, x = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4)}, jnp.ones((2, 3))
+    >>> served = to_ptq(f, params, None, x)
+    >>> bool((served.model(served.params, x) == f(params, x)).all())
+    True
+    """
+    kind = None if is_keras(model) else front_end(model)
+    trained = None if kind is None else kind.trained(model)
+    if trained is None or kind is None:
+        raise TypeError(_MSG_NOT_TRAINED.format(found=type(model).__name__))
+    provider, source = trained
+    if not inputs and not kwargs:
+        example = kind.last_call(model)
+        if example is None:
+            raise ValueError(_MSG_INPUTS.format(name=type(source).__name__))
+        inputs, kwargs = example
+    serving = PtqProvider(provider.rules, disable_jit=provider.disable_jit, strict=provider.strict)
+    if getattr(kind, "HOLDS_PARAMS", False):
+        return kind.converted(model, source, serving, inputs, methods, pack, kwargs)
+    first = () if kind.__name__.endswith(".linen") else (params,)
+    made = plan(source, serving, *first, *inputs, methods=methods, strict=serving.strict, **kwargs)
+    if made.scales and stats is None:
+        raise ValueError(_MSG_STATS)
+    quantized = quantize_params(params, made, stats)
+    extra = dict(methods=methods) if kind.__name__.endswith(".linen") else {}
+    model = quantize_model(source, serving, **extra)
+    return Converted(model, quantized if pack else unpack(quantized), made)

@@ -1,0 +1,21 @@
+"""Products of quantized training: forward, input gradient and weight gradient, each configured."""
+
+from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
+from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
+from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
+from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
+from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
+from fewbit.training.drop_in import DotGeneral as DotGeneral
+from fewbit.training.drop_in import Einsum as Einsum
+from fewbit.training.drop_in import config_from_rule as config_from_rule
+from fewbit.training.drop_in import dot_general_cls as dot_general_cls
+from fewbit.training.drop_in import einsum_cls as einsum_cls
+from fewbit.training.einsum_qt import einsum_qt as einsum_qt
+from fewbit.training.noise import NoiseFn as NoiseFn
+from fewbit.training.noise import get_noise_fn as get_noise_fn
+from fewbit.training.noise import low_bit_uniform_noise as low_bit_uniform_noise
+from fewbit.training.noise import uniform_noise as uniform_noise
+from fewbit.training.paired import Paired as Paired
+from fewbit.training.paired import clip_gradient as clip_gradient
+from fewbit.training.paired import pair as pair
+from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt

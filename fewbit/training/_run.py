@@ -1,0 +1,259 @@
+"""One training product: quantized forward, straight-through or quantized gradients.
+
+The forward is the product that serving runs. With float gradients the derivative is that of the
+float product on the original operands, as a custom_jvp, so that every transformation applies. With
+quantized gradients it is a custom_vjp, whose residuals are the forward's codes where those serve.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from fewbit import ops
+from fewbit._qarray_panels import PanelArray
+from fewbit.calibration import parse_method
+from fewbit.numerics import format_of, should_quantize, wider
+from fewbit.ops.scaling import held, operand
+from fewbit.qarray import HowToQuantize, QArray
+from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
+from fewbit.training.paired import Paired, pair
+
+_MSG_SECOND_ORDER = (
+    "{op} with quantized gradients cannot be differentiated twice: rounding a gradient has no "
+    "useful derivative. Leave dlhs_grad_qtype and drhs_grad_qtype None (bwd_qtype=None in a rule) "
+    "where second derivatives are taken; float gradients have them."
+)
+
+
+class Product(Protocol):
+    """What the core asks of an op; side 0 is lhs, side 1 is rhs."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def forward(self, lhs: Any, rhs: Any, *rest: Any) -> jax.Array:
+        """The op on arrays, QArrays or Deferred ones."""
+
+    def reuse(self, side: int, q: QArray) -> str | None:
+        """How the gradient of the other side can use the codes of `side`: 'shift', 'as is'."""
+
+    def shift(self, side: int, g: jax.Array, q: QArray, *rest: Any) -> jax.Array:
+        """The gradient times the scales of operand `side`, which is what remains to be codes."""
+
+    def gradient_how(
+        self, side: int, settings: GradientSettings, noise: Any, shape: Any
+    ) -> HowToQuantize:
+        """How the incoming gradient is quantized for the gradient of `side`."""
+
+    def residual_how(self, side: int, settings: GradientSettings, shape: Any) -> HowToQuantize:
+        """How the other operand is quantized for the gradient of `side`."""
+
+    def gradient(self, side: int, g: Any, residual: Any, like: Any, *rest: Any) -> jax.Array:
+        """The gradient of `side`, with the type of `like`."""
+
+
+def run(
+    product: Product,
+    operands: tuple[Any, Any],
+    hows: tuple[HowToQuantize | None, HowToQuantize | None],
+    config: DotGeneralQtConfig,
+    rest: tuple[Any, ...] = (),
+) -> jax.Array:
+    """The product with its derivative; an operand that is a `Paired` is used as it is."""
+    pairs = _pairs(operands, hows, config)
+    arrays = tuple(jnp.asarray(p.array) for p in pairs)
+    quantized = tuple(p.quantized for p in pairs)
+    if config.quantizes_gradients:
+        return _with_quantized_gradients(product, arrays, quantized, config, rest)
+    if quantized == (None, None):
+        return product.forward(*arrays, *rest)
+    return _straight_through(product, arrays, quantized, rest)
+
+
+def _pairs(operands: Any, hows: Any, config: DotGeneralQtConfig) -> list[Paired]:
+    clip = not config.disable_gradient_clipping
+    result: list[Paired] = []
+    for side, (x, how) in enumerate(zip(operands, hows, strict=True)):
+        if isinstance(x, Paired):
+            q = None if x.quantized is None else held(x.quantized)
+            result.append(Paired(x.array, q))
+            continue
+        x = jnp.asarray(x)
+        if how is None or not should_quantize(x.dtype):
+            result.append(Paired(x))
+        elif _kernel_quantizes(operands[1 - side], how, config, side):
+            result.append(Paired(x, ops.Deferred(jax.lax.stop_gradient(x), how)))
+        else:
+            result.append(pair(x, how, clip=clip, collect=config.collect(side)))
+    return result
+
+
+def _kernel_quantizes(other: Any, how: HowToQuantize, config: Any, side: int) -> bool:
+    """A kernel that reads panels quantizes rows itself; nothing else needs the codes then."""
+    if config.quantizes_gradients or config.collect(side) is not None:
+        return False
+    if parse_method(how.calibration_method).clips and not config.disable_gradient_clipping:
+        return False
+    return isinstance(other, Paired) and isinstance(
+        getattr(other.quantized, "array", other.quantized), PanelArray
+    )
+
+
+def _seen(array: Any, quantized: Any) -> Any:
+    return array if quantized is None else quantized
+
+
+def _straight_through(product: Product, arrays: Any, quantized: Any, rest: Any) -> jax.Array:
+    @jax.custom_jvp
+    def straight(arrays: Any, quantized: Any, rest: Any) -> jax.Array:
+        return product.forward(*map(_seen, arrays, quantized), *rest)
+
+    def derivative(primals: Any, tangents: Any) -> Any:
+        arrays, _, rest = primals
+        moving = [k for k, t in enumerate(tangents[0]) if not isinstance(t, SymbolicZero)]
+
+        def float_product(*values: Any) -> jax.Array:
+            filled = list(arrays)
+            for k, value in zip(moving, values, strict=True):
+                filled[k] = value
+            return product.forward(*filled, *rest)
+
+        value = straight(*primals)
+        if not moving:
+            return value, jnp.zeros_like(value)
+        at = tuple(arrays[k] for k in moving)
+        _, tangent = jax.jvp(float_product, at, tuple(tangents[0][k] for k in moving))
+        return value, tangent
+
+    straight.defjvp(derivative, symbolic_zeros=True)
+    return straight(arrays, quantized, rest)
+
+
+def _with_quantized_gradients(
+    product: Product, arrays: Any, quantized: Any, config: DotGeneralQtConfig, rest: Any
+) -> jax.Array:
+    likes = tuple(jax.typeof(x) for x in arrays)
+    settings = (config.gradient(0), config.gradient(1))
+    noises = tuple(_noise_operand(s.noise_fn) for s in settings)
+    kept = [_residual_kind(product, config, side, arrays, quantized) for side in (0, 1)]
+
+    @jax.custom_vjp
+    def quantized_training(arrays: Any, quantized: Any, rest: Any, noises: Any) -> jax.Array:
+        return product.forward(*map(_seen, arrays, quantized), *rest)
+
+    def forward(arrays: Any, quantized: Any, rest: Any, noises: Any) -> Any:
+        out = quantized_training(arrays, quantized, rest, noises)
+        # What the gradient of `side` needs of the other operand: its codes or its numbers.
+        residuals = [
+            arrays[1 - side] if kept[side] == "float" else operand(quantized[1 - side])
+            for side in (0, 1)
+        ]
+        # Nothing, but it carries the operands' tangents to where they are refused.
+        traces = [jax.lax.slice_in_dim(x.reshape(-1), 0, 0) for x in arrays]
+        return out, (residuals, traces, rest, noises)
+
+    def backward(saved: Any, g: jax.Array) -> Any:
+        residuals, traces, rest, noises = saved
+        g = _differentiable_once(product.name)(g, residuals, traces)
+        gradients = tuple(
+            _gradient(
+                product,
+                side,
+                g,
+                residuals[side],
+                kept[side],
+                settings[side],
+                settings[side].noise_fn if noises[side] is None else noises[side],
+                likes[side],
+                rest,
+            )
+            for side in (0, 1)
+        )
+        return gradients, None, None, None
+
+    quantized_training.defvjp(forward, backward)
+    return quantized_training(arrays, quantized, rest, noises)
+
+
+def _noise_operand(noise_fn: Any) -> Any:
+    """A noise function that holds its key as a pytree is an operand; any other is a constant."""
+    leaves = jax.tree.leaves(noise_fn)
+    return noise_fn if all(isinstance(leaf, jax.Array) for leaf in leaves) else None
+
+
+def _residual_kind(
+    product: Product, config: DotGeneralQtConfig, side: int, arrays: Any, quantized: Any
+) -> str:
+    """What the gradient of `side` multiplies with: 'shift', 'as is' or 'float'."""
+    q = quantized[1 - side]
+    if config.gradient(side).qtype is None or config.use_original_residuals or q is None:
+        return "float"
+    row = format_of(q.qtype)
+    if row.kind == "table" or row.tile is not None or q.zero_point is not None:
+        return "float"
+    return product.reuse(1 - side, q) or "float"
+
+
+def _gradient(
+    product: Product,
+    side: int,
+    g: jax.Array,
+    residual: Any,
+    kind: str,
+    settings: GradientSettings,
+    noise: Any,
+    like: Any,
+    rest: Any,
+) -> Any:
+    if not jnp.issubdtype(like.dtype, jnp.inexact):
+        return None
+    if settings.qtype is None:
+        return _float_gradient(product, side, g, residual, like, rest)
+    # Gradients are quantized from float32: a bfloat16 quotient is too coarse for 8 bits.
+    g = g.astype(wider(g.dtype, jnp.float32))
+    if kind == "shift":
+        g = product.shift(1 - side, g, residual, *rest)
+        residual = residual.replace(scale=jnp.ones((1,) * residual.ndim, jnp.float32), tiles=())
+    elif kind == "float" and settings.residual_qtype is not None:
+        residual = _quantize(residual, product.residual_how(side, settings, residual.shape))
+    how = product.gradient_how(side, settings, noise, g.shape)
+    return product.gradient(side, _quantize(g, how), residual, like, *rest)
+
+
+def _quantize(array: jax.Array, how: HowToQuantize) -> QArray:
+    return ops.Deferred(array, how).quantized()
+
+
+def _float_gradient(
+    product: Product, side: int, g: jax.Array, other: jax.Array, like: Any, rest: Any
+) -> jax.Array:
+    def linear(x: jax.Array) -> jax.Array:
+        return product.forward(*((x, other) if side == 0 else (other, x)), *rest)
+
+    (gradient,) = jax.linear_transpose(
+        linear, jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=explicit_sharding(like))
+    )(g)
+    return gradient
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """The placement that is part of the type, on an explicit mesh; None elsewhere."""
+    sharding = aval.sharding
+    return sharding if any(entry is not None for entry in sharding.spec) else None
+
+
+def _differentiable_once(op: str) -> Any:
+    @jax.custom_jvp
+    def passed(g: jax.Array, *saved: Any) -> jax.Array:
+        return g
+
+    @passed.defjvp
+    def refuse(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(_MSG_SECOND_ORDER.format(op=op))
+
+    return passed
