@@ -57,8 +57,8 @@ def main() -> None:
 
     said = teacher.apply(variables, held_out)
     for name, params in (("rounded", variables["params"]), ("distilled", learned["params"])):
-        model, qparams = fewbit.to_ptq(student, params, None, held_out)
-        far = divergence(said, model.apply({"params": qparams}, held_out))
+        served = fewbit.to_ptq(student, params, None, held_out)
+        far = divergence(said, served.model.apply({"params": served.params}, held_out))
         print(f"2-bit {name}: {far:.4f} nats per character from the float model")
 
 

@@ -190,8 +190,8 @@ def run(lab: Lab, name: str, seed: int) -> dict[str, Any]:
     record: dict[str, Any] = {"config": name, "seed": seed, "seconds": seconds}
     if config.converted:
         record["before_conversion"] = lab.judge(model, variables)
-        model, params = fewbit.to_ptq(model, variables["params"], None, lab.example)
-        variables = {"params": params}
+        served = fewbit.to_ptq(model, variables["params"], None, lab.example)
+        model, variables = served.model, {"params": served.params}
     return record | {"loss": lab.judge(model, variables)}
 
 
