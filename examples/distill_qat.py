@@ -20,7 +20,7 @@ import fewbit
 
 SIZE = char_lm.Size(layers=2, width=64, heads=2, context=64, batch=16, steps=300)
 RULES = [
-    fewbit.QtRule(module_path="embed|head", weight_qtype="int8"),
+    fewbit.QtRule(module_path="head", weight_qtype="int8"),
     fewbit.QtRule(module_path=r"block_\d+/\w+", weight_qtype="int2", tile_size=64),
 ]
 

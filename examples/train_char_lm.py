@@ -38,10 +38,10 @@ INSIDE = r"block_\d+/\w+"
 NOTES = """\
 int8 and fp8: every product, those of attention and the head included, forward and both gradients;
 fp8 is e4m3 forward and e5m2 for gradients. int4 and 2-bit: weights of the blocks' linear layers;
-the embedding and the head have int8 weights, attention is float32, gradients are float32. int4 has
-one scale per output channel and int8 activations, 2-bit has groups of 64 and float32 activations.
-QAT rows are converted with `to_ptq` and judged as the PTQ models that they became. 2-bit PTQ is the
-best, seed by seed, of the calibration methods {methods}."""
+the head has int8 weights, attention and all gradients are float32. int4 has one scale per output
+channel and int8 activations, 2-bit has groups of 64 and float32 activations. The embedding, a
+look-up, is float32 everywhere. QAT rows are converted with `to_ptq` and judged as the PTQ models
+that they became. 2-bit PTQ is the best, seed by seed, of the calibration methods {methods}."""
 
 
 class Config(NamedTuple):
@@ -55,18 +55,18 @@ class Config(NamedTuple):
     bar: tuple[str, float] | None = None  # (row, the most that the loss may exceed its)
 
 
-def ends() -> list[fewbit.QtRule]:
-    return [fewbit.QtRule(module_path="embed|head", weight_qtype="int8")]
+def head() -> fewbit.QtRule:
+    return fewbit.QtRule(module_path="head", weight_qtype="int8")
 
 
 def int4(method: str) -> list[fewbit.QtRule]:
     fields = {"weight_qtype": "int4", "act_qtype": "int8", "weight_calibration_method": method}
-    return [*ends(), fewbit.QtRule(module_path=INSIDE, **fields)]
+    return [head(), fewbit.QtRule(module_path=INSIDE, **fields)]
 
 
 def int2(method: str) -> list[fewbit.QtRule]:
     fields = {"weight_qtype": "int2", "tile_size": 64, "weight_calibration_method": method}
-    return [*ends(), fewbit.QtRule(module_path=INSIDE, **fields)]
+    return [head(), fewbit.QtRule(module_path=INSIDE, **fields)]
 
 
 def everywhere(qtype: str, gradients: str) -> list[fewbit.QtRule]:
