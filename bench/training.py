@@ -27,6 +27,7 @@ import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "training-results.md"
 BASE = "fewbit float32"
 VOCABULARY = 256
 
@@ -267,7 +268,7 @@ def main() -> None:
     if not args.quick and forms == list(FORMS):
         name = f"training-model-{info.isa}"
         path = _measure.write(name, {"machine": facts, "budget_s": args.budget, "rows": rows})
-        print(f"written: {path.name}; {_page.put(name, text)}")
+        print(f"written: {path.name}; {_page.put(name, text, PAGE)}")
 
 
 if __name__ == "__main__":
