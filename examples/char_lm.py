@@ -7,6 +7,7 @@ itself, or the same model under `fewbit.quantize_model`.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -136,18 +137,8 @@ def optimizer_of(size: Size) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
 
 
-def train(
-    model: Any,
-    text: Text,
-    size: Size,
-    seed: int,
-    *,
-    told: Callable[[float], None] = lambda loss: None,
-) -> Any:
-    """Trained variables; `told` hears the loss of every step."""
-    first = next(batches(text, size, seed))[:1, :-1]
-    variables = jax.jit(model.init)(jax.random.key(seed), first)
-    optimizer = optimizer_of(size)
+def step_of(model: Any, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+    """One step of training: (variables, state, ids) -> (variables, state, loss)."""
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(variables, state, ids):
@@ -158,10 +149,36 @@ def train(
         update, state = optimizer.update(gradient, state, variables)
         return optax.apply_updates(variables, update), state, value
 
+    return step
+
+
+def train(
+    model: Any,
+    text: Text,
+    size: Size,
+    seed: int,
+    *,
+    first: Any = None,
+    told: Callable[[float], None] = lambda loss: None,
+) -> Any:
+    """Trained variables; `told` hears the loss of every step.
+
+    `first` is another form of the model, with the same variables, that takes the first half of the
+    steps.
+    """
+    optimizer = optimizer_of(size)
+    phases = [(model, size.steps)] if first is None else [
+        (first, size.steps // 2), (model, size.steps - size.steps // 2)
+    ]  # fmt: skip
+    source = batches(text, size, seed)
+    example = next(batches(text, size, seed))[:1, :-1]
+    variables = jax.jit(phases[0][0].init)(jax.random.key(seed), example)
     state = optimizer.init(variables)
-    for ids in batches(text, size, seed):
-        variables, state, value = step(variables, state, ids)
-        told(float(value))
+    for form, steps in phases:
+        step = step_of(form, optimizer)
+        for ids in itertools.islice(source, steps):
+            variables, state, value = step(variables, state, ids)
+            told(float(value))
     return variables
 
 

@@ -40,8 +40,9 @@ int8 and fp8: every product, those of attention and the head included, forward a
 fp8 is e4m3 forward and e5m2 for gradients. int4 and 2-bit: weights of the blocks' linear layers;
 the head has int8 weights, attention and all gradients are float32. int4 has one scale per output
 channel and int8 activations, 2-bit has groups of 64 and float32 activations. The embedding, a
-look-up, is float32 everywhere. QAT rows are converted with `to_ptq` and judged as the PTQ models
-that they became. 2-bit PTQ is the best, seed by seed, of the calibration methods {methods}."""
+look-up, is float32 everywhere. QAT rows are float32 for the first half of the steps and quantized
+for the second; they are converted with `to_ptq` and judged as the PTQ models that they became.
+2-bit PTQ is the best, seed by seed, of the calibration methods {methods}."""
 
 
 class Config(NamedTuple):
@@ -51,7 +52,7 @@ class Config(NamedTuple):
     training: Callable[[], Sequence[fewbit.QtRule]] | None = None
     ptq: Callable[[str], Sequence[fewbit.QuantizationRule]] | None = None  # of the float model,
     methods: Sequence[str] = ()  # by the best of these calibrations
-    converted: bool = False
+    converted: bool = False  # QAT: float32 for half of the steps, then quantized; then PTQ
     bar: tuple[str, float] | None = None  # (row, the most that the loss may exceed its)
 
 
@@ -159,8 +160,10 @@ def trained(lab: Lab, name: str, seed: int) -> tuple[Any, Any, float | None]:
     start = time.perf_counter()
     with Progress(f"{name}, seed {seed}", lab.size.steps) as bar:
         variables = char_lm.train(
-            model, lab.text, lab.size, seed, told=lambda loss: bar.update(note=f"loss {loss:.3f}")
-        )
+            model, lab.text, lab.size, seed,
+            first=lab.model if config.converted else None,
+            told=lambda loss: bar.update(note=f"loss {loss:.3f}"),
+        )  # fmt: skip
     seconds = time.perf_counter() - start
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: np.savez(file, **by_path(variables)))
