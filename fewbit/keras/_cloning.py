@@ -42,6 +42,7 @@ def clone_model(model: keras.Layer) -> Any:
                 config = model.get_build_config()
                 if config:
                     twin.build_from_config(config)
+                    twin.built = True  # as Keras does when it loads a model
         layers = list(zip(sublayers(twin), sublayers(model), strict=True))
         if quantized:
             _copy_saved([(twin, model), *layers])
