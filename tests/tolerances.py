@@ -61,3 +61,6 @@ QT_FLOAT32 = 3e-6
 LORA_F32 = 3e-6
 # The same in bfloat16, where the low-rank product is rounded between its two steps.
 LORA_BF16 = 4 * BF16_ULP
+# The same compiled as one program, mean error over mean magnitude: the largest value of every range
+# lies on a tie, and the last bit of its scale decides.
+CODES_AT_TIES = 2e-3
