@@ -48,9 +48,7 @@ def test_named_and_turned_as_peft_does(tmp_path):
         "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": (32, RANK),
     }
     # As torch would use them: y = x @ A.T @ B.T * (lora_alpha / r).
-    a, b = (
-        found[f"base_model.model.model.layers.0.mlp.up_proj.lora_{end}.weight"] for end in "AB"
-    )
+    a, b = (found[f"base_model.model.model.layers.0.mlp.up_proj.lora_{end}.weight"] for end in "AB")
     up = params["up"]
     assert np.allclose(X @ a.T @ b.T, X @ up["kernel_lora_a"] @ up["kernel_lora_b"], atol=1e-5)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -118,7 +116,7 @@ def test_a_table_that_is_only_looked_up_in(tmp_path):
 CHILD = """
 import sys, numpy as np, jax, jax.numpy as jnp, fewbit
 folder, base, out = sys.argv[1:]
-params = fewbit.load(base)
+params = fewbit.load(base).params
 plan = fewbit.Plan.from_json(open(folder + '/plan.json').read())
 def mlp(params, x):
     return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"]

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.core import meta
 from lora_cases import close, float_base, normal
+from tolerances import LORA_F32
 
 import fewbit
 from fewbit import LoraProvider, LoraRule, QuantizationRule
-from tolerances import LORA_F32
 
 NF4 = dict(rank=4, alpha=8.0, weight_qtype="nf4", tile_size=16, lora_b_initializer="normal")
 X = normal(2, 5, 16)
@@ -61,16 +61,16 @@ def test_over_trained_parameters_the_model_starts_as_its_base():
     lora = fewbit.apply_lora_to_model(Mlp(), provider)
     plan = fewbit.plan(Mlp(), provider, X)
     template = jax.eval_shape(lora.init, jax.random.key(0), X)["params"]
-    base = fewbit.quantize_model(
-        Mlp(), fewbit.PtqProvider(fewbit.lora.base_rules(provider.rules))
-    )
+    base = fewbit.quantize_model(Mlp(), fewbit.PtqProvider(fewbit.lora.base_rules(provider.rules)))
     for how in (plan, template):
         quantized = fewbit.quantize_params(params, how)
         with_adapters = fewbit.lora.init(plan, quantized, jax.random.key(3))
         got = lora.apply({"params": with_adapters}, X)
         assert (got == base.apply({"params": quantized}, X)).all()
     # adapters that are there already pass through
-    again = fewbit.quantize_params({**params, "up": {**params["up"], **_adapters(with_adapters)}}, plan)
+    again = fewbit.quantize_params(
+        {**params, "up": {**params["up"], **_adapters(with_adapters)}}, plan
+    )
     assert (again["up"]["kernel_lora_a"] == with_adapters["up"]["kernel_lora_a"]).all()
 
 
@@ -101,18 +101,16 @@ class Scanned(nn.Module):
     def __call__(self, ids):
         embed = nn.Embed(32, 16, name="embed")
         x = embed(ids)
-        blocks = nn.scan(
-            nn.remat(Block), {"params": 0}, split_rngs={"params": True}, length=3
-        )(name="blocks")
+        blocks = nn.scan(nn.remat(Block), {"params": 0}, split_rngs={"params": True}, length=3)(
+            name="blocks"
+        )
         x, _ = blocks(x, None)
         return embed.attend(x)
 
 
 def test_scan_remat_attention_and_a_tied_embedding():
     ids = jnp.array([[1, 5, 31, 2]])
-    provider = LoraProvider(
-        rank=2, alpha=4.0, weight_qtype="int8", lora_b_initializer="normal"
-    )
+    provider = LoraProvider(rank=2, alpha=4.0, weight_qtype="int8", lora_b_initializer="normal")
     lora = fewbit.apply_lora_to_model(Scanned(), provider)
     params = lora.init(jax.random.key(0), ids)["params"]
     shapes = {n: v.shape for n, v in fewbit.lora.adapters(params).items()}
@@ -171,6 +169,7 @@ def test_dropout_needs_a_key_and_acts_on_the_adapter_alone():
         lora.apply(variables, X, rngs={"dropout": jax.random.key(k)}) for k in (1, 1, 2)
     )
     assert (one == same).all() and not np.allclose(one, other) and not np.allclose(one, quiet)
+
     # the mean over many keys is the deterministic product of a linear model
     class Linear(nn.Module):
         @nn.compact

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora_cases import ALPHA, CASES, RANK, SCALE, close, float_base, lora, normal
+from tolerances import LORA_BF16, LORA_F32
 
 import fewbit
-from tolerances import LORA_BF16, LORA_F32
 
 
 def reference(case, w, a, b, x, g):
@@ -189,7 +189,9 @@ def test_stacked_layers_have_an_adapter_each(rule):
         return base + jnp.float32(SCALE) * jnp.einsum("lkr,lrn->lkn", a, b)
 
     close(run(params, x), stacked({"w": merged(a, b)}, x), LORA_F32)
-    got = jax.grad(lambda a, b: run({**params, "w_lora_a": a, "w_lora_b": b}, x).sum(), (0, 1))(a, b)
+    got = jax.grad(lambda a, b: run({**params, "w_lora_a": a, "w_lora_b": b}, x).sum(), (0, 1))(
+        a, b
+    )
     wanted = jax.grad(lambda a, b: stacked({"w": merged(a, b)}, x).sum(), (0, 1))(a, b)
     for mine, theirs in zip(got, wanted, strict=True):
         close(mine, theirs, 10 * LORA_F32)
@@ -213,12 +215,16 @@ def test_scan_in_scan_remat_and_a_weight_shared_by_all_layers():
     assert shapes["w_lora_a"] == (2, 3, 4, RANK) and shapes["shared_lora_a"] == (4, RANK)
 
     def merged(p):
-        w = p["w"] + jnp.float32(SCALE) * jnp.einsum("lmkr,lmrn->lmkn", p["w_lora_a"], p["w_lora_b"])
+        w = p["w"] + jnp.float32(SCALE) * jnp.einsum(
+            "lmkr,lmrn->lmkn", p["w_lora_a"], p["w_lora_b"]
+        )
         shared = p["shared"] + jnp.float32(SCALE) * p["shared_lora_a"] @ p["shared_lora_b"]
         return model({"w": w, "shared": shared}, x)
 
     close(run(params, x), merged(params), 10 * LORA_F32)
-    got, wanted = (jax.grad(lambda p, f=f: f(p).sum())(params) for f in (lambda p: run(p, x), merged))
+    got, wanted = (
+        jax.grad(lambda p, f=f: f(p).sum())(params) for f in (lambda p: run(p, x), merged)
+    )
     for name in got:
         close(got[name], wanted[name], 100 * LORA_F32)
 
