@@ -14,6 +14,7 @@ from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.engine import is_stored
 from fewbit.params import is_box
+from fewbit.static_scales import QuantizedParams
 
 SUFFIXES = (LORA_A, LORA_B)
 
@@ -37,6 +38,9 @@ def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
     if isinstance(tree, LoraParams):
         rest, found = split_adapters(tree.params)
         return rest, {**found, **tree.adapters}
+    if isinstance(tree, QuantizedParams):
+        rest, found = split_adapters(tree.params)
+        return QuantizedParams(rest, tree.act_scales), found
     found = {}
 
     def without(node: Any, path: str) -> Any:
@@ -71,6 +75,11 @@ def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
         return tree
     if isinstance(tree, LoraParams):
         return LoraParams(tree.params, {**tree.adapters, **adapters})
+    if isinstance(tree, QuantizedParams):
+        inner = put_adapters(tree.params, adapters)
+        if isinstance(inner, LoraParams):
+            return LoraParams(QuantizedParams(inner.params, tree.act_scales), inner.adapters)
+        return QuantizedParams(inner, tree.act_scales)
     placed: set[str] = set()
 
     def place(node: Any, path: str) -> Any:
@@ -97,7 +106,8 @@ def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Every leaf of a tree by its path; a quantized or boxed one is one leaf."""
-    tree = tree.params if isinstance(tree, LoraParams) else tree
+    while isinstance(tree, LoraParams | QuantizedParams):
+        tree = tree.params
     flat, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: is_stored(x) or is_box(x)
     )
@@ -108,6 +118,8 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any) -> Any:
     """A tree with `function(path, leaf)` for each leaf."""
     if isinstance(tree, LoraParams):
         return LoraParams(map_leaves(function, tree.params), tree.adapters)
+    if isinstance(tree, QuantizedParams):
+        return QuantizedParams(map_leaves(function, tree.params), tree.act_scales)
     return jax.tree_util.tree_map_with_path(
         lambda key, value: function(key_name(key), value),
         tree,

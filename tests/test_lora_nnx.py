@@ -1,4 +1,4 @@
-"""LoRA and QLoRA of NNX models: LoRAParams, gradients and optimizer of these alone, scan, dropout."""
+"""LoRA and QLoRA of NNX models: LoRAParams, training of these alone, scan, dropout."""
 
 import jax
 import jax.numpy as jnp

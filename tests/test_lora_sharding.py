@@ -67,6 +67,28 @@ def test_eight_devices_train_as_one(rule):
         assert trained["up_lora_b"].sharding.spec[-1] == "model"
 
 
+def test_an_explicit_mesh_with_split_sums():
+    mesh = mesh_of(AxisType.Explicit)
+    out = PartitionSpec("data", None)
+
+    def f(params, x):
+        return jnp.dot(x, params["w"], out_sharding=NamedSharding(mesh, out))
+
+    base, x = {"w": normal(32, 64)}, normal(8, 32, seed=1)
+    single, wanted, _ = lora(lambda params, x: x @ params["w"], base, x)
+    with jax.set_mesh(mesh):
+        placed = {"w": jax.device_put(base["w"], NamedSharding(mesh, PartitionSpec("model")))}
+        x_placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data", "model")))
+        run, params, _ = lora(f, placed, x_placed)
+        assert params["w_lora_a"].sharding.spec == PartitionSpec("model", None)
+        got = run(params, x_placed)
+        assert got.sharding.spec == out
+        grads = jax.grad(lambda p: run(p, x_placed).sum())(params)
+    assert np.allclose(got, single(wanted, x), atol=1e-4)
+    expected = jax.grad(lambda p: single(p, x).sum())(wanted)
+    assert np.allclose(grads["w_lora_b"], expected["w_lora_b"], atol=1e-3)
+
+
 def test_a_weight_split_by_shard_map_is_refused_and_a_whole_one_runs():
     mesh = mesh_of(AxisType.Auto)
 

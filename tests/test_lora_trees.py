@@ -1,4 +1,4 @@
-"""Functions and their trees: where adapters lie, what is trained, what merging does, what is said."""
+"""Functions and their trees: where adapters lie, what is trained, what merging does, messages."""
 
 from typing import NamedTuple
 
@@ -137,6 +137,25 @@ def test_a_plain_base_and_plain_rules_beside_it():
     close(run(params, X), ptq(fewbit.lora.without_adapters(params), X), LORA_F32)
 
 
+def test_static_scales_beside_adapters():
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    rule = dict(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    base, batch = {"w": normal(16, 16)}, normal(8, 16, seed=4)
+    rules = [QuantizationRule(**rule)]
+    stats = fewbit.calibrate(f, rules, base, [batch])
+    provider = LoraProvider(rank=2, alpha=2.0, **rule)
+    plan = fewbit.plan(f, provider, base, X)
+    quantized = fewbit.quantize_params(base, plan, stats)
+    params = fewbit.lora.init(plan, quantized, jax.random.key(0))
+    assert isinstance(params, fewbit.QuantizedParams) and "w_lora_a" in params.params
+    ptq = fewbit.quantize_model(f, fewbit.PtqProvider(rules))
+    run = fewbit.apply_lora_to_model(f, provider)
+    assert (run(params, X) == ptq(quantized, X)).all()  # B is zero
+    trained, frozen = fewbit.lora.split(params)
+    grads = jax.grad(lambda t: run(fewbit.merge_trainable(t, frozen), X).sum())(trained)
+    assert len(jax.tree.leaves(grads)) == 2
+
+
 # --- merging --------------------------------------------------------------------------------------
 
 
@@ -188,6 +207,21 @@ def test_providers_say_what_they_need():
     assert "act_qtype without weight_qtype" in text
     text = failure(lambda: fewbit.apply_lora_to_model(mlp, fewbit.PtqProvider([])), TypeError)
     assert "takes a LoraProvider as its second argument, got a PtqProvider" in text
+
+
+def test_tools_that_take_no_adapters_say_so():
+    run, params, _ = lora(mlp, PARAMS, X, weight_qtype="int8")
+    text = failure(
+        lambda: fewbit.debug.compare(mlp, run, X, params=PARAMS, qparams=params), TypeError
+    )
+    assert "This model has adapters (LoRA)" in text and "Merge them first" in text
+    stored = fewbit.quantize_params(
+        PARAMS, fewbit.plan(mlp, [QuantizationRule(weight_qtype="int8")], PARAMS, X)
+    )
+    floats, _, _ = lora(mlp, PARAMS, X)
+    adapters = fewbit.lora.adapters(params)
+    text = failure(lambda: floats(fewbit.lora.with_adapters(stored, adapters), X))
+    assert "Parameter 'up' is stored as int8, but LoraRule(" in text and "keeps" in text
 
 
 def test_missing_adapters_and_other_ranks():
