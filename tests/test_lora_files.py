@@ -116,7 +116,7 @@ def test_a_table_that_is_only_looked_up_in(tmp_path):
 CHILD = """
 import sys, numpy as np, jax, jax.numpy as jnp, fewbit
 folder, base, out = sys.argv[1:]
-params = fewbit.load(base)
+params = fewbit.load(base).params
 plan = fewbit.Plan.from_json(open(folder + '/plan.json').read())
 def mlp(params, x):
     return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"]

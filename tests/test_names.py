@@ -113,6 +113,21 @@ WORKS = {
     "QuantizationRule": lambda: fewbit.QuantizationRule(weight_qtype="int8").matches("a", "einsum"),
     "QtRule": lambda: fewbit.QtRule(weight_qtype="int8", bwd_qtype="int8").bwd_qtype == jnp.int8,
     "LoraRule": lambda: fewbit.LoraRule(rank=4, alpha=8.0).rank == 4,
+    "LoraProvider": lambda: fewbit.LoraProvider(rank=4, alpha=8.0).rules[0].rank == 4,
+    "apply_lora_to_model": lambda: close(
+        fewbit.apply_lora_to_model(model, fewbit.LoraProvider(rank=1, alpha=1.0))(
+            {
+                "w": W,
+                "w_lora_a": jnp.zeros((W.shape[0], 1)),
+                "w_lora_b": jnp.zeros((1, W.shape[1])),
+            },
+            X,
+        )
+    ),
+    "lora": lambda: callable(fewbit.lora.init) and callable(fewbit.lora.split),
+    "merge_lora": lambda: fewbit.merge_lora is fewbit.lora.merge_lora,
+    "save_adapters": lambda: fewbit.save_adapters is fewbit.lora.save_adapters,
+    "load_adapters": lambda: fewbit.load_adapters is fewbit.lora.load_adapters,
     "QuantizationProvider": lambda: fewbit.QuantizationProvider(RULES).rules == tuple(RULES),
     "BoxedParamProvider": lambda: fewbit.BoxedParamProvider(RULES).quantizes_params,
     "PtqProvider": lambda: fewbit.PtqProvider(RULES, disable_jit=True).disable_jit,
