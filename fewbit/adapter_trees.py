@@ -31,6 +31,9 @@ def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
     >>> split_adapters({'up': {'w': 1, 'w_lora_a': 2, 'w_lora_b': 3}})
     ({'up': {'w': 1}}, {'up/w_lora_a': 2, 'up/w_lora_b': 3})
     """
+    if isinstance(tree, LoraParams) and isinstance(tree.params, QuantizedParams):
+        rest, found = split_adapters(tree.params)
+        return split_beside(LoraParams(rest, {**tree.adapters, **found}), SUFFIXES)
     if isinstance(tree, QuantizedParams):
         rest, found = split_adapters(tree.params)
         return QuantizedParams(rest, tree.act_scales), found
