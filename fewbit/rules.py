@@ -36,6 +36,12 @@ _MSG_STATIC_WITHOUT_TYPE = (
     "such as act_qtype='int8'. The rule is {where}."
 )
 
+_MSG_NO_PRODUCT = (
+    "{where}: bwd_qtype={qtype!s}, but a look-up ('take') has no gradient product that could be "
+    "quantized: its gradient is added to the rows that were read. Leave bwd_qtype out, or name the "
+    "products it is for: op_names=('dot_general', 'einsum')."
+)
+
 # One object per name: rules compare, hash and save their initializers by identity.
 INITIALIZERS: dict[str, Callable[..., jax.Array]] = {
     "he_uniform": jax.nn.initializers.he_uniform(),
@@ -174,6 +180,8 @@ class QtRule(QuantizationRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._store("bwd_qtype", check_qtype)
+        if self.bwd_qtype is not None and set(self.op_names) == {"take"}:
+            raise ValueError(_MSG_NO_PRODUCT.format(where=self._where(), qtype=self.bwd_qtype))
         if self.bwd_calibration_method is None:
             raise TypeError(f"{self._where()}: bwd_calibration_method is None. Write 'absmax'.")
         self._store("bwd_calibration_method", check_calibration, self.bwd_qtype)
