@@ -96,6 +96,7 @@ MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hi
 LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
     "to_ptq": ("fewbit.models.converting", "to_ptq"),
+    "AmaxHistory": ("fewbit.models.nnx_calls", "AmaxHistory"),
     "QuantStat": ("fewbit.models.nnx_calls", "QuantStat"),
     "debug": ("fewbit.debug", None),
     "training": ("fewbit.training", None),

@@ -29,6 +29,12 @@ _SCALE_ALIASES = {
     "f64": "float64",
 }
 
+_MSG_DELAYED = (
+    "{where}: {field}={value!r} takes the range from the steps before, which only training under a "
+    "QtProvider remembers. Write QtRule(..., {field}={value!r}) to train, and fewbit.to_ptq(...) "
+    "to serve what was trained; otherwise use 'absmax'."
+)
+
 T = TypeVar("T")
 Tile = int | float | None
 
@@ -211,8 +217,13 @@ def check_qtype(where: str, field: str, value: Any) -> Any:
     return _placed(f"{where}: {field}", canonical_qtype, value)
 
 
-def check_calibration(where: str, field: str, value: Any, qtype: Any) -> str | None:
-    """A calibration method that the type, where there is one, can express."""
+def check_calibration(
+    where: str, field: str, value: Any, qtype: Any, remembers: bool = False
+) -> str | None:
+    """A calibration method that the type, where there is one, can express.
+
+    'delayed' is for what remembers the steps before.
+    """
     if value is None:
         if qtype is not None:
             default = f"{where}: {field} is the default 'absmax' with {qtype_name(qtype)}"
@@ -222,7 +233,9 @@ def check_calibration(where: str, field: str, value: Any, qtype: Any) -> str | N
         raise TypeError(
             f"{where}: {field} must be a string such as 'absmax' or 'minmax', got {value!r}."
         )
-    _placed(f"{where}: {field}={value!r}", parse_method, value)
+    method = _placed(f"{where}: {field}={value!r}", parse_method, value)
+    if method.name == "delayed" and not remembers:
+        raise ValueError(_MSG_DELAYED.format(where=where, field=field, value=value))
     if qtype is not None:
         _placed(f"{where}: {field}={value!r} with {qtype_name(qtype)}", check_method, value, qtype)
     return value

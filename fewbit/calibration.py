@@ -15,6 +15,7 @@ from fewbit._histograms import MSE_RANGE
 from fewbit._how import HowToQuantize, get_tile_shape
 from fewbit._methods import Method as Method
 from fewbit._methods import check_method as check_method
+from fewbit._methods import history_length as history_length
 from fewbit._methods import parse_method as parse_method
 from fewbit._scales import compute_scale_zero_point as compute_scale_zero_point
 from fewbit._scales import compute_scales as compute_scales
@@ -24,6 +25,11 @@ from fewbit.numerics import convert_to, format_of, should_quantize, wider
 from fewbit.tiling import reduce_tiles, scale_dims
 
 Calibration = dict[str, jax.Array]
+
+_MSG_DELAYED = (
+    "{method!r} takes the range from the steps before, and an array alone has none. Use 'absmax' "
+    "here; a QtRule of a model that trains may say 'delayed'."
+)
 
 
 def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
@@ -41,6 +47,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
         )
     method = parse_method(how.calibration_method)
     check_method(method, how.qtype)
+    if method.name == "delayed":
+        raise ValueError(_MSG_DELAYED.format(method=how.calibration_method))
     tile_shape = get_tile_shape(array.shape, how)
     # Sums of 16-bit numbers are made in float32, or they would depend on what XLA fuses.
     wide = array.astype(wider(array.dtype, jnp.float32))

@@ -21,7 +21,8 @@ class CurrentSite:
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
     the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
     is the key of the Site's stochastic rounding, `weight` the operand that is a parameter, and
-    `adapter` the low-rank adapter of that, if it has one.
+    `adapter` the low-rank adapter of that, if it has one. `delayed` holds the ranges of the steps
+    before, of operands ('lhs', 'rhs') and of the gradient ('grad').
     """
 
     site: Site
@@ -32,6 +33,7 @@ class CurrentSite:
     noise: Any = None
     weight: int | None = None
     adapter: Any = None
+    delayed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)

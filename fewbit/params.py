@@ -5,6 +5,7 @@ leaf depends on that leaf alone.
 """
 
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import permutations
 from math import prod
@@ -19,7 +20,16 @@ from fewbit.adapter_params import LoraParams
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
 from fewbit.observed import Statistics
-from fewbit.qarray import HowToQuantize, QArray, WithAux, check_finite, quantize_with
+from fewbit.qarray import (
+    HowToQuantize,
+    QArray,
+    WithAux,
+    check_finite,
+    compute_scale_zero_point,
+    get_scale_shape,
+    quantize_with,
+    quantize_with_scale_zero_point,
+)
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
 
@@ -56,6 +66,7 @@ def quantize_params(
     *,
     allow_extra_params: bool = False,
     allow_missing_params: bool = False,
+    weight_absmax: Mapping[str, Any] | None = None,
 ) -> Any:
     """The same tree with each planned leaf as `WithAux(QArray)`; other leaves pass through.
 
@@ -69,6 +80,9 @@ def quantize_params(
     For a plain function they are `{'<site id>': {'lhs': statistic}}`, and the result is
     `QuantizedParams`. Without `quant_stats` only weights are quantized (and ranges that a rule
     fixes are added).
+
+    `weight_absmax` has symmetric ranges for leaves, by path, that are not measured but known, as
+    those of a training with delayed scales; each broadcasts to the leaf's scales.
 
     >>> import fewbit, jax.numpy as jnp
     >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
@@ -90,7 +104,7 @@ def quantize_params(
         rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
         return LoraParams(rest, params.adapters)
     template = _Template(abstract_quantized_params, allow_extra_params)
-
+    known = weight_absmax or {}
     seen = []
 
     def leaf(keypath, value):
@@ -104,7 +118,7 @@ def quantize_params(
         how, shape, boxed = found
         if how is None or shape is None:
             return _kept(path, value, shape)
-        return _quantized(path, value, how, shape, boxed)
+        return _quantized(path, value, how, shape, boxed, known.get(path))
 
     result = jax.tree_util.tree_map_with_path(
         leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
@@ -268,7 +282,12 @@ def _is_turned(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _quantized(
-    path: str, value: Any, how: HowToQuantize, shape: tuple[int, ...], boxed: Any
+    path: str,
+    value: Any,
+    how: HowToQuantize,
+    shape: tuple[int, ...],
+    boxed: Any,
+    absmax: Any = None,
 ) -> Any:
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
@@ -289,6 +308,8 @@ def _quantized(
     check_finite(array, path)
     if isinstance(array, jax.ShapeDtypeStruct):
         q = jax.eval_shape(lambda x: quantize_with(x, how), array)
+    elif absmax is not None:
+        q = _with_absmax(jnp.asarray(array), absmax, how)
     else:
         # The rule changes nothing here, and each layer may have its own: compiled once without it.
         q = _quantize_leaf(jnp.asarray(array), how.replace(rule=None))
@@ -296,6 +317,12 @@ def _quantized(
     if boxed is _WHOLE and box is None:  # a template is another program's, and plain
         q = for_kernels(q, how)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
+
+
+def _with_absmax(array: jax.Array, absmax: Any, how: HowToQuantize) -> QArray:
+    edges = {"absmax": jnp.broadcast_to(absmax, get_scale_shape(array.shape, how))}
+    scale, _ = compute_scale_zero_point(edges, how.qtype, how.scale_dtype or array.dtype)
+    return quantize_with_scale_zero_point(array, how.qtype, scale)
 
 
 def warn_clamped(scale: Any, path: str, stacklevel: int = 2) -> None:

@@ -8,23 +8,35 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fewbit.decisions import Leaf, Request
+from fewbit.qarray import HowToQuantize
+from fewbit.trained_histories import delayed_pair
 from fewbit.training.paired import pair
 from fewbit.weight import TrainedWeight
 
 
 def trained_values(
-    values: Sequence[Any], leaves: Sequence[Leaf | None], requests: Mapping[str, Request]
+    values: Sequence[Any],
+    leaves: Sequence[Leaf | None],
+    requests: Mapping[str, Request],
+    delayed: Mapping[str, tuple[HowToQuantize, Any]] = {},
 ) -> list[Any]:
-    """The inputs of a run, each requested float leaf with its codes."""
+    """The inputs of a run, each requested float leaf with its codes.
+
+    `delayed` tells of leaves whose scales come from the steps before.
+    """
     return [
-        _trained(value, leaf.path, requests[leaf.path])
+        _trained(value, leaf.path, requests[leaf.path], delayed.get(leaf.path))
         if leaf is not None and leaf.path in requests
         else value
         for value, leaf in zip(values, leaves, strict=True)
     ]
 
 
-def _trained(value: Any, path: str, request: Request) -> TrainedWeight:
+def _trained(value: Any, path: str, request: Request, delayed: Any) -> TrainedWeight:
     own = getattr(request.rule, "additional_qt_config", None) or {}
-    made = pair(value, request.how, clip=not own.get("disable_gradient_clipping", False))
+    clip = not own.get("disable_gradient_clipping", False)
+    if delayed is None:
+        made = pair(value, request.how, clip=clip)
+    else:
+        made = delayed_pair(value, *delayed, clip=clip)
     return TrainedWeight(made.quantized, path, request.rule, made.array)
