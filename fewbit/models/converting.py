@@ -55,11 +55,12 @@ def to_ptq(
     """The model that serves what was trained: weights stored as training rounded them.
 
     Takes a model of `QtProvider`, its float parameters and, for rules with `act_static_scale=True`,
-    the statistics that training collected; for rules with 'delayed' scales also the histories
-    (Linen: `variables['_overwrite_with_gradient']`), from which scales become static. Returns
-    `(model, params, plan)`. An NNX model holds them all and comes back alone. `inputs` are the model's own (abstract ones do); without them those of its
-    last call are used. The forward pass is that of training, bit for bit on plain codes
-    (`pack=False`); this machine's kernels may sum floats in another order.
+    the statistics that training collected; for rules with 'delayed' scales also its histories
+    (Linen: `variables['_overwrite_with_gradient']`), whose scales become static. Returns
+    `(model, params, plan)`. An NNX model holds them all and comes back alone. `inputs` are the
+    model's own (abstract ones do); without them those of its last call are used. The forward pass
+    is that of training, bit for bit on plain codes (`pack=False`); this machine's kernels may sum
+    floats in another order.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]

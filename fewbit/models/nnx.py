@@ -16,6 +16,7 @@ from fewbit._plan_messages import PlanError
 from fewbit.engine import Runner, UntraceableModelError, is_stored
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization, nnx_adapters, nnx_calls
+from fewbit.models.delayed import by_name, remembered_ranges
 from fewbit.models.nnx_scopes import (
     forget_place,
     methods_of,
@@ -25,7 +26,6 @@ from fewbit.models.nnx_scopes import (
     set_place,
     subclass,
 )
-from fewbit.models.delayed import by_name, remembered_ranges
 from fewbit.models.planning import (
     FloatRun,
     empty_histories_of,
