@@ -98,8 +98,10 @@ def quantize_params(
             "quantize_params(params, plan)."
         )
     if isinstance(params, LoraParams):
-        allowed = dict(
-            allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
+        allowed: dict[str, Any] = dict(
+            allow_extra_params=allow_extra_params,
+            allow_missing_params=allow_missing_params,
+            weight_absmax=weight_absmax,
         )
         rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
         return LoraParams(rest, params.adapters)

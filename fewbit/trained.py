@@ -38,5 +38,6 @@ def _trained(value: Any, path: str, request: Request, delayed: Any) -> TrainedWe
     if delayed is None:
         made = pair(value, request.how, clip=clip)
     else:
-        made = delayed_pair(value, *delayed, clip=clip)
+        how, known = delayed
+        made = delayed_pair(value, how, known, clip)
     return TrainedWeight(made.quantized, path, request.rule, made.array)

@@ -78,24 +78,24 @@ def planned_histories(
             continue
         infos = (ts.site.lhs, ts.site.rhs)
         for side in (0, 1):
-            length = remembered(rule, side)
+            length = remembered(rule, side) or 0
             if length and ts.sources[side] is None and should_quantize(infos[side].dtype):
                 found.append(_of_site(ts, SIDES[side], length, rule))
-        length = remembered(rule, None)
+        length = remembered(rule, None) or 0
         if length and gradients:
             found.append(_of_site(ts, GRADIENT, length, rule))
     for leaf, wanted in requests.items():
-        ts, side = wanted.site, weight_operand(wanted.site)
-        length = None if side is None else remembered(wanted.rule, side, is_weight=True)
-        if side is None or not length:
+        ts, stored = wanted.site, weight_operand(wanted.site)
+        length = stored is not None and remembered(wanted.rule, stored, is_weight=True) or 0
+        if stored is None or not length:
             continue
         shared = request(ts, wanted.rule, per_tensor=True)
         assert shared is not None, f"{ts.site.id} asked for its weight before"
-        shape = ts.sources[side].leaf_shape  # type: ignore[union-attr]
+        shape = ts.sources[stored].leaf_shape  # type: ignore[union-attr]
         layers = tuple(shape[axis] for axis in shared.how.channelwise_axes)
-        name = scale_name(ts.site, side) + SUFFIX
+        name = scale_name(ts.site, stored) + SUFFIX
         found.append(
-            HistoryPlan(name, ts.site.id, SIDES[side], (*layers, length), leaf, shared.how)
+            HistoryPlan(name, ts.site.id, SIDES[stored], (*layers, length), leaf, shared.how)
         )
     return {plan.name: plan for plan in found}
 

@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,6 +175,60 @@ def test_an_nnx_model_holds_its_histories_and_its_optimizer_sets_them():
     assert not nnx.to_flat_state(nnx.state(served, fewbit.AmaxHistory))
 
 
+@pytest.mark.long
+def test_layers_of_an_nnx_scan_have_a_history_each():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return x + jnp.tanh(self.dense(x))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.vmap(Layer, in_axes=(0,), out_axes=0)
+            self.layers = nnx.split_rngs(make, splits=LAYERS)(rngs)
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+                x, self.layers
+            )
+
+    x, _ = batch(0)
+    net = fewbit.quantize_model(Stack(nnx.Rngs(0)), fewbit.QtProvider([RULE]), x)
+    both = nnx.DiffState(0, nnx.Any(nnx.Param, fewbit.AmaxHistory))
+    grads = nnx.jit(nnx.grad(lambda net: jnp.mean(jnp.square(net(x))), argnums=both))(net)
+    histories = nnx.state(grads, fewbit.AmaxHistory)
+    assert {leaf.shape for leaf in jax.tree.leaves(histories)} == {(LAYERS, 4)}
+    nnx.update(net, histories)
+    served = fewbit.to_ptq(net, None, None, x, pack=False)
+    assert (served(x) == net(x)).all()
+
+
+def test_a_quantized_part_of_a_float_model_keeps_its_histories_there():
+    class Outer(nn.Module):
+        part: nn.Module
+
+        def __call__(self, x):
+            return self.part(x)
+
+    x, _ = batch(0)
+    outer = Outer(fewbit.quantize_model(nn.Dense(4), fewbit.QtProvider([RULE])))
+    variables = outer.init(jax.random.key(0), x)
+    new = jax.jit(jax.grad(lambda v: outer.apply(v, x).sum()))(variables)[HISTORIES]
+    assert new["part"]["dot_general0_lhs_amax_history"][0] == jnp.abs(x).max()
+
+
+def test_gradients_of_single_examples_have_histories_whose_maximum_is_the_batchs():
+    f = model(FP8, lambda params, x: jnp.tanh(x @ params["w"]))
+    params, (x, _) = {"w": jnp.eye(8)}, batch(0)
+    loss = lambda histories, row: f(params, row[None], amax_history=histories).sum()  # noqa: E731
+    empty = f.init_amax_history(params, x[:1])
+    each = jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, 0)))(empty, x)
+    lhs = each["w:dot_general0"]["lhs_amax_history"]
+    assert lhs[:, 0].tolist() == jnp.abs(x).max(1).tolist()
+
+
 def convolution(params, x):
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(x, params["w"], (1, 1), "SAME", dimension_numbers=numbers)
@@ -195,10 +250,13 @@ def tied(params, x):
 @pytest.mark.parametrize(
     ("function", "weight", "shape", "histories"),
     [
-        (convolution, (3, 3, 4, 6), (2, 5, 5, 4), {"lhs", "rhs", "grad"}),
+        pytest.param(
+            *(convolution, (3, 3, 4, 6), (2, 5, 5, 4), {"lhs", "rhs", "grad"}),
+            marks=pytest.mark.long,
+        ),
         (two_activations, (4, 4), (2, 3, 4), {"lhs", "rhs", "grad"}),
         (experts, (2, 4, 6), (8, 4), {"lhs", "rhs", "grad"}),
-        (tied, (4, 6), (5, 4), {"lhs", "rhs", "grad"}),
+        pytest.param(*(tied, (4, 6), (5, 4), {"lhs", "rhs", "grad"}), marks=pytest.mark.long),
     ],
 )
 def test_every_op_learns_its_ranges(function, weight, shape, histories):
@@ -211,7 +269,8 @@ def test_every_op_learns_its_ranges(function, weight, shape, histories):
     step = jax.jit(jax.grad(lambda p, h: jnp.sin(f(p, x, amax_history=h)).sum(), argnums=(0, 1)))
     grads, new = step(params, empty)
     assert all(leaf.shape == (LENGTH,) and leaf[0] > 0 for leaf in jax.tree.leaves(new))
-    assert new["w:dot_general0" if "w:dot_general0" in new else next(iter(new))]["rhs_amax_history"][0] == jnp.abs(params["w"]).max()
+    weight = next(sides for site, sides in new.items() if site.startswith("w:"))
+    assert weight["rhs_amax_history"][0] == jnp.abs(params["w"]).max()
     grads, _ = step(params, new)
     wanted = jax.grad(lambda p: jnp.sin(function(p, x)).sum())(params)["w"]
     error = jnp.linalg.norm(grads["w"] - wanted) / jnp.linalg.norm(wanted)

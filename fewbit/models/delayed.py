@@ -87,7 +87,7 @@ def remembered_ranges(
         absmax = jnp.max(jnp.asarray(histories[name]), axis=-1)
         empty = bool(jnp.any(absmax <= 0))
         if plan.leaf is not None and plan.how is not None:
-            axes = plan.how.channelwise_axes
+            axes = tuple(plan.how.channelwise_axes)
             if not empty:  # a weight that no step has seen is measured, as its first step does
                 found.weights[plan.leaf] = _spread(absmax, axes, made, plan.leaf)
         elif name.removesuffix(SUFFIX) in scales:

@@ -163,8 +163,10 @@ def _with_quantized_gradients(
     def backward(saved: Any, g: jax.Array) -> Any:
         residuals, traces, rest, noises, delayed = saved
         g = _differentiable_once(product.name)(g, residuals, traces)
-        amax = None if delayed is None else _largest(g)
-        absmax = None if delayed is None else delayed_absmax(amax, delayed[0])
+        absmax = told = None
+        if delayed is not None:
+            amax = _largest(g)
+            absmax, told = delayed_absmax(amax, delayed[0]), range_cotangent(amax)
         gradients = tuple(
             _gradient(
                 product,
@@ -180,7 +182,6 @@ def _with_quantized_gradients(
             )
             for side in (0, 1)
         )
-        told = None if amax is None else range_cotangent(amax)
         return gradients, None, None, None, told
 
     quantized_training.defvjp(forward, backward)

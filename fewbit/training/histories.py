@@ -47,7 +47,8 @@ def accumulate(total: Any, new: Any, weight: float | jax.Array = 1.0) -> Any:
     {'dot_general0_lhs_amax_history': Array([3., 1.], dtype=float32),
     'w': Array([2.], dtype=float32)}
     """
-    first, second = jax.tree.structure(total), jax.tree.structure(new)
+    first: Any = jax.tree.structure(total)
+    second: Any = jax.tree.structure(new)
     if first != second:
         raise ValueError(_MSG_TREES.format(first=first, second=second))
 
@@ -92,6 +93,8 @@ class Overwrite:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    __array_ufunc__ = None  # a numpy array leaves the addition to __radd__
 
     def __radd__(self, old: Any) -> Any:
         return self.value
