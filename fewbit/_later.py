@@ -97,6 +97,7 @@ LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
     "to_ptq": ("fewbit.models.converting", "to_ptq"),
     "add_learned_scales": ("fewbit.models.learning", "add_learned_scales"),
+    "AmaxHistory": ("fewbit.models.nnx_calls", "AmaxHistory"),
     "QuantStat": ("fewbit.models.nnx_calls", "QuantStat"),
     "debug": ("fewbit.debug", None),
     "training": ("fewbit.training", None),

@@ -84,6 +84,7 @@ def served():
 
 WORKS = {
     "QtProvider": lambda: jnp.allclose(trains()[1], X.sum(0)[:, None], rtol=0.02),
+    "AmaxHistory": lambda: fewbit.AmaxHistory.__name__ == "AmaxHistory",
     "QuantStat": lambda: fewbit.QuantStat.__name__ == "QuantStat",
     "to_ptq": lambda: close(served()),
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),

@@ -38,6 +38,14 @@ class QuantStat(nnx.Variable):
     """The activation ranges that training has seen at one operand, for its static scale."""
 
 
+class AmaxHistory(nnx.Variable):
+    """The largest values of past steps at one operand: what a delayed scale is made from.
+
+    Its gradient is the history after the step, so it is differentiated with the parameters:
+    `nnx.DiffState(0, nnx.Any(nnx.Param, fewbit.AmaxHistory))`.
+    """
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A call made ready: its runner, the traced leaves, the objects it uses, their Variables."""
@@ -320,7 +328,7 @@ class NnxRunner(Runner):
 
 def is_scale(path: Path, variable: Any) -> bool:
     """Whether a Variable holds a scale, of activations or learned, or what one is made from."""
-    if isinstance(variable, QuantStat | LearnedScale):
+    if isinstance(variable, QuantStat | LearnedScale | AmaxHistory):
         return True
     return isinstance(variable, nnx.Param) and is_static_scale(path[-1], value_of(variable))
 

@@ -4,6 +4,8 @@ from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
 from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
 from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
 from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
+from fewbit.training.delayed import delayed_range as delayed_range
+from fewbit.training.delayed import empty_history as empty_history
 from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
 from fewbit.training.drop_in import DotGeneral as DotGeneral
 from fewbit.training.drop_in import Einsum as Einsum
@@ -11,6 +13,11 @@ from fewbit.training.drop_in import config_from_rule as config_from_rule
 from fewbit.training.drop_in import dot_general_cls as dot_general_cls
 from fewbit.training.drop_in import einsum_cls as einsum_cls
 from fewbit.training.einsum_qt import einsum_qt as einsum_qt
+from fewbit.training.histories import accumulate as accumulate
+from fewbit.training.histories import is_history as is_history
+from fewbit.training.histories import merge_histories as merge_histories
+from fewbit.training.histories import overwrite_with_gradient as overwrite_with_gradient
+from fewbit.training.histories import split_histories as split_histories
 from fewbit.training.learned import learned_pair as learned_pair
 from fewbit.training.learned import quantize_learned as quantize_learned
 from fewbit.training.learned import start_scale as start_scale
