@@ -99,9 +99,7 @@ def training_stats(
     if loss is not None and not callable(loss):
         raise TypeError(_MSG_LOSS.format(found=describe(loss)))
     _check_previous(previous)
-    found = trained_run(
-        "training_stats", model, params, inputs, kwargs, method=method, rngs=rngs
-    )
+    found = trained_run("training_stats", model, params, inputs, kwargs, method=method, rngs=rngs)
     run = TrainingRun.of(found)
 
     def look(tree: Any, previous: Any) -> TrainingStats:
@@ -148,9 +146,7 @@ def _one_number(value: Any) -> Any:
     return value
 
 
-def _forward(
-    ts: TracedSite, readings: Readings, previous: TrainingStats | None
-) -> dict[str, Any]:
+def _forward(ts: TracedSite, readings: Readings, previous: TrainingStats | None) -> dict[str, Any]:
     seen, name = readings[ts.site.id].value, ts.site.id
     found = {
         f"{part}_clipped": seen[part][..., 0] / jnp.maximum(seen[part][..., 1], 1)
@@ -195,7 +191,7 @@ def _power(array: Any, depth: int) -> Any:
 def _of_layers(ts: TracedSite, origin: Origin, array: Any) -> Any:
     """The sum of squares of each layer of a parameter; of all of it where layers share it."""
     axes = {
-        depth: atoms[0].axis
+        depth: atoms[0].axis or 0
         for depth, atoms in origin.picked
         if len(atoms) == 1 and atoms[0].size == origin.leaf_shape[atoms[0].axis or 0]
     }

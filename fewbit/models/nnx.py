@@ -84,7 +84,8 @@ def quantize(
     if rngs is not None and not isinstance(rngs, nnx.Rngs):
         raise ValueError(_MSG_RNGS.format(found=type(rngs).__name__))
     _check_is_float(model)
-    made, requests = None, {}
+    made: Plan | None = None
+    requests: dict[str, Request] = {}
     if not skip_nnx_init:
         made, requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)
     new = nnx.clone(model)

@@ -65,8 +65,8 @@ def trained_run(
         whole = isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
         variables = params if whole else {"params": params}
         options = kind.Options.of(method, kind.ALL_BUT_PARAMS)
-        run = kind.make_run(source, provider, variables, rngs, args, kwargs, options)
-        return TrainedRun(*run, lambda traced, outs: _whole(traced, outs)[0])
+        runner, tree = kind.make_run(source, provider, variables, rngs, args, kwargs, options)
+        return TrainedRun(runner, tree, lambda traced, outs: _whole(traced, outs)[0])
     calls = importlib.import_module("fewbit.models.nnx_calls")
     noise = calls.noise_key(model, provider)
     ready = calls.prepare(model, provider, method or "__call__", args, kwargs, noise)
