@@ -123,9 +123,9 @@ def test_layers_of_a_scan_are_told_apart():
     for k, name in enumerate("ab"):
         for metric in METRICS:
             mine = float(found[f"w:dot_general0/layer{k}/{metric}"])
-            assert mine == pytest.approx(
-                float(wanted[f"{name}:dot_general0/{metric}"]), abs=0.2
-            ), metric
+            assert mine == pytest.approx(float(wanted[f"{name}:dot_general0/{metric}"]), abs=0.2), (
+                metric
+            )
 
 
 def test_a_linen_model_and_an_nnx_model():
