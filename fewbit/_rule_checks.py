@@ -213,8 +213,8 @@ def check_qtype(where: str, field: str, value: Any) -> Any:
 
 _MSG_LEARNED = (
     "{where}: {field}={value!r}, but a learned scale is a parameter beside a weight, which "
-    "training fits. Write QtRule(weight_calibration_method={value!r}, ...) for a QtProvider; here write "
-    "{instead!r}."
+    "training fits. Write QtRule(weight_calibration_method={value!r}, ...) for a QtProvider; here "
+    "write {instead!r}."
 )
 
 
