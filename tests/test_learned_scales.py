@@ -399,3 +399,33 @@ def test_dequantized_codes_are_the_value_that_gradients_see():
     w = jax.random.normal(jax.random.key(0), (8, 3))
     pair = learned_pair(w, start_scale(w, how), how)
     assert jnp.array_equal(pair.array, dequantize(pair.quantized))
+
+
+@pytest.mark.parametrize("spec", [(None, "model"), ("data", None)])
+def test_gradients_on_an_explicit_mesh_even_where_groups_are_cut_open(spec):
+    f = trains(lambda p, x: x @ p["w"], tile_size=8)
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 8))}
+    x = jax.random.normal(jax.random.key(1), (4, 16))
+    params = fewbit.add_learned_scales(f, params, x)
+    grad = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.square(f(p, x)))))
+    wanted = grad(params, x)
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=types)):
+        split = {"w": jax.device_put(params["w"], jax.sharding.PartitionSpec(*spec))}
+        whole = jax.device_put(x, jax.sharding.PartitionSpec())
+        split = fewbit.add_learned_scales(f, split, whole)
+        found = jax.device_get(grad(split, whole))
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_an_ensemble():
+    f = trains(lambda p, x: x @ p["w"])
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
+    x = jax.random.normal(jax.random.key(1), (3, 6))
+    params = fewbit.add_learned_scales(f, params, x)
+    both = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
+    grad = jax.grad(lambda p: jnp.sum(jnp.square(f(p, x))))
+    found, wanted = jax.jit(jax.vmap(grad))(both), jax.jit(grad)(params)
+    for name in params:
+        np.testing.assert_allclose(found[name][0], wanted[name], rtol=1e-4, atol=1e-5)
