@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewbit.debug._training_stats import METRICS
-from fewbit.report_page._charts import _n, _svg, _ticks
+from fewbit.report_page._charts import round_ticks, rounded, svg
 from fewbit.report_page._markup import Markup, join, tag
 from fewbit.report_page._page import document
 from fewbit.report_page._tables import Cell, sortable
@@ -80,23 +80,26 @@ def line_chart(
     x = lambda step: left + (step - first) / reach * (width - left - right)  # noqa: E731
     y = lambda value: top + (high - value) / (high - low) * (height - top - bottom)  # noqa: E731
     grid: list[Any] = []
-    for value in _ticks(low, high, 5):
-        at = _n(y(value))
+    for value in round_ticks(low, high, 5):
+        at = rounded(y(value))
         grid.append(tag("line", x1=left, x2=width - right, y1=at, y2=at, class_="grid"))
-        grid.append(tag("text", f"{value:.4g}", x=left - 8, y=_n(y(value) + 4), class_="label end"))
+        grid.append(
+            tag("text", f"{value:.4g}", x=left - 8, y=rounded(y(value) + 4), class_="label end")
+        )
     for step, anchor in ((first, "label"), (last, "label end")):
-        grid.append(tag("text", f"step {step}", x=_n(x(step)), y=height - 10, class_=anchor))
+        grid.append(tag("text", f"step {step}", x=rounded(x(step)), y=height - 10, class_=anchor))
     order = sorted(range(len(steps)), key=lambda k: steps[k])
     lines = []
     for number, (place, values) in enumerate(curves.items()):
         color = f"hsl({round(360 * number / len(curves))} 65% 45%)"
         points = [(x(steps[k]), y(values[k])) for k in order if math.isfinite(values[k])]
         drawn: list[Any] = [
-            tag("circle", cx=_n(a), cy=_n(b), r=2.5, style=f"fill:{color}") for a, b in points
+            tag("circle", cx=rounded(a), cy=rounded(b), r=2.5, style=f"fill:{color}")
+            for a, b in points
         ]
         if len(points) > 1:
-            path = " ".join(f"{_n(a)},{_n(b)}" for a, b in points)
+            path = " ".join(f"{rounded(a)},{rounded(b)}" for a, b in points)
             style = f"fill:none;stroke:{color};stroke-width:1.6"
             drawn.append(tag("polyline", points=path, style=style))
         lines.append(tag("g", tag("title", f"{place}: {values[order[-1]]:.4g}"), drawn))
-    return _svg(width, height, words, f"chart-{name}", grid, lines)
+    return svg(width, height, words, f"chart-{name}", grid, lines)
