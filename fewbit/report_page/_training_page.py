@@ -51,10 +51,13 @@ def _section(metric: str, steps: Sequence[int], curves: Mapping[str, Sequence[fl
         ("most", "most", True),
     )
     rows = []
-    for place, numbers in curves.items():
+    for number, (place, numbers) in enumerate(curves.items()):
+        dot = tag("span", "● ", style=f"color:{_color(number, len(curves))}", aria_hidden="true")
         known = [v for v in numbers if math.isfinite(v)] or [float("nan")]
         ends = (numbers[0], numbers[-1], min(known), max(known))
-        rows.append([place, *(Cell(f"{v:.4g}", v if math.isfinite(v) else None) for v in ends)])
+        rows.append(
+            [join(dot, place), *(Cell(f"{v:.4g}", v if math.isfinite(v) else None) for v in ends)]
+        )
     title = _TITLES[metric]
     return tag(
         "section",
@@ -64,6 +67,10 @@ def _section(metric: str, steps: Sequence[int], curves: Mapping[str, Sequence[fl
         sortable(f"{metric}-table", title, columns, rows),
         id=metric,
     )
+
+
+def _color(number: int, count: int) -> str:
+    return f"hsl({round(360 * number / count)} 65% 45%)"
 
 
 def line_chart(
@@ -91,7 +98,7 @@ def line_chart(
     order = sorted(range(len(steps)), key=lambda k: steps[k])
     lines = []
     for number, (place, values) in enumerate(curves.items()):
-        color = f"hsl({round(360 * number / len(curves))} 65% 45%)"
+        color = _color(number, len(curves))
         points = [(x(steps[k]), y(values[k])) for k in order if math.isfinite(values[k])]
         drawn: list[Any] = [
             tag("circle", cx=rounded(a), cy=rounded(b), r=2.5, style=f"fill:{color}")
