@@ -235,8 +235,8 @@ RULES = {
 }
 
 
-QUICK = {("dot", rule) for rule in RULES} | {(op, "groups") for op in SHAPES}
-QUICK |= {("conv", "per channel")}
+QUICK = {("dot", rule) for rule in ("uneven groups", "per tensor", "fp8", "all int8")}
+QUICK |= {(op, "groups") for op in SHAPES} | {("conv", "per channel")}
 SERVED = [
     pytest.param(op, rule, marks=() if (op, rule) in QUICK else pytest.mark.long)
     for op in SHAPES
