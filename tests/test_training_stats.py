@@ -95,6 +95,24 @@ def test_learned_scales_show_what_they_clip():
     assert float(stats["up:dot_general0/weight_clipped"]) > 0.3
 
 
+def test_static_ranges_clip_what_they_have_not_seen_and_noise_takes_its_key():
+    f = trains(two_layers, **INT4, act_static_scale=True, bwd_stochastic_rounding="uniform")
+    seen = {}
+    key = jax.random.key(0)
+    _, seen = f.collecting(PARAMS, seen, X, stochastic_rounding=key)
+    look = jax.jit(
+        lambda x: training_stats(
+            f, PARAMS, x, loss=square, quant_stats=seen, stochastic_rounding=key
+        )
+    )
+    assert float(look(X)["up:dot_general0/act_clipped"]) == 0
+    stats = look(8 * X)
+    edge = np.abs(np.asarray(X)).max()
+    outside = np.abs(8 * np.asarray(X)) > edge
+    assert float(stats["up:dot_general0/act_clipped"]) == pytest.approx(outside.mean(), abs=0.03)
+    assert math.isfinite(float(stats["up:dot_general0/weight_grad_snr_db"]))
+
+
 def test_drift_is_the_relative_change_of_scales_and_works_inside_jit():
     f = trains(two_layers, **INT4)
     look = jax.jit(lambda p, before: training_stats(f, p, X, loss=square, previous=before))

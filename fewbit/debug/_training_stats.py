@@ -76,6 +76,7 @@ def training_stats(
     previous: TrainingStats | None = None,
     method: Any = None,
     rngs: Any = None,
+    quant_stats: Any = None,
     **kwargs: Any,
 ) -> TrainingStats:
     """Clipping, drift of scales and signal-to-noise of gradients at every quantized product.
@@ -83,8 +84,9 @@ def training_stats(
     `model` is one of `QtProvider`; for NNX `params` is None. `loss(output)` closes over the
     targets; without it there are no gradients to look at. Gradients are those of the whole model as
     it trains, against those of the float model with the same weights: 20 dB is noise of a tenth.
-    `previous` is the last result, for `scale_drift` (0 without it). Works inside `jit`, where a
-    training loop wants it: outside, each call compiles anew.
+    `previous` is the last result, for `scale_drift` (0 without it). `method` and `rngs` are those
+    of Linen's `apply`, `quant_stats` what a function's `collecting` returned. Works inside `jit`,
+    where a training loop wants it: outside, each call compiles anew.
 
     >>> import fewbit
     >>> rules = [fewbit.QtRule(weight_qtype='int4', act_qtype='int8', bwd_qtype='int8')]
@@ -99,7 +101,8 @@ def training_stats(
     if loss is not None and not callable(loss):
         raise TypeError(_MSG_LOSS.format(found=describe(loss)))
     _check_previous(previous)
-    found = trained_run("training_stats", model, params, inputs, kwargs, method=method, rngs=rngs)
+    beside = dict(method=method, rngs=rngs, quant_stats=quant_stats)
+    found = trained_run("training_stats", model, params, inputs, kwargs, **beside)
     run = TrainingRun.of(found)
 
     def look(tree: Any, previous: Any) -> TrainingStats:

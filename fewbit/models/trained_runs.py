@@ -45,8 +45,12 @@ def trained_run(
     *,
     method: Any = None,
     rngs: Any = None,
+    quant_stats: Any = None,
 ) -> TrainedRun:
-    """One call of a model of `QtProvider`; `who` asks for it."""
+    """One call of a model of `QtProvider`; `who` asks for it.
+
+    `quant_stats` are a function's; Linen variables and NNX models hold theirs.
+    """
     kind = None if is_keras(model) else front_end(model)
     trained = None if kind is None else kind.trained(model)
     if trained is None or kind is None:
@@ -60,7 +64,7 @@ def trained_run(
     _, args, kwargs = provider.process_model_inputs(model, args, kwargs)
     if name == "function":
         kwargs, keys = model.keys(kwargs)
-        return TrainedRun(*call_runner(model, params, args, kwargs, keys), _whole)
+        return TrainedRun(*call_runner(model, params, args, kwargs, keys, quant_stats), _whole)
     if name == "linen":
         whole = isinstance(params, Mapping) and isinstance(params.get("params"), Mapping)
         variables = params if whole else {"params": params}
