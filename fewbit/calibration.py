@@ -23,7 +23,7 @@ from fewbit._scales import compute_scales as compute_scales
 from fewbit._scales import units, values
 from fewbit._statistics import SimpleMovingAverage as SimpleMovingAverage
 from fewbit.numerics import convert_to, format_of, should_quantize, wider
-from fewbit.tiling import reduce_tiles, scale_dims
+from fewbit.tiling import reduce_tiles
 
 Calibration = dict[str, jax.Array]
 
@@ -134,6 +134,6 @@ def _search(
 
     factors = jnp.linspace(*MSE_RANGE, steps, dtype=wide)
     # The search starts from absmax itself and moves only to what is strictly better.
-    start = error(jnp.ones((), wide)), jnp.ones(scale_dims(array.shape, tile_shape), wide)
-    _, factor = jax.lax.fori_loop(0, steps, step, start)
+    least = error(jnp.ones((), wide))
+    _, factor = jax.lax.fori_loop(0, steps, step, (least, jnp.ones_like(least)))
     return absmax * factor.astype(absmax.dtype)

@@ -21,8 +21,9 @@ class CurrentSite:
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
     the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
     is the key of the Site's stochastic rounding, `planning` tells that the run is an abstract one,
-    `weight` is the operand that is a parameter, and `adapter` is the low-rank adapter of the Site's weight, if that has one. `delayed` holds the
-    ranges of the steps before, of operands ('lhs', 'rhs') and of the gradient ('grad').
+    `weight` is the operand that is a parameter, `adapter` its low-rank adapter, if it has one, and
+    `delayed` the ranges of the steps before, of operands ('lhs', 'rhs') and of the gradient
+    ('grad').
     """
 
     site: Site

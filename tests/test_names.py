@@ -82,11 +82,18 @@ def served():
     return converted.model(converted.params, X)
 
 
+def learns():
+    rules = [fewbit.QtRule(weight_qtype="int4", weight_calibration_method="learned")]
+    f = fewbit.quantize_model(lambda p, x: x @ p["w"], fewbit.QtProvider(rules))
+    return fewbit.add_learned_scales(f, {"w": W}, X)
+
+
 WORKS = {
     "QtProvider": lambda: jnp.allclose(trains()[1], X.sum(0)[:, None], rtol=0.02),
     "AmaxHistory": lambda: fewbit.AmaxHistory.__name__ == "AmaxHistory",
     "QuantStat": lambda: fewbit.QuantStat.__name__ == "QuantStat",
     "to_ptq": lambda: close(served()),
+    "add_learned_scales": lambda: learns()["w_qscale"].shape == (1, W.shape[1]),
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),
     "quantize": lambda: q().qtype == jnp.int8,
     "dequantize": lambda: jnp.allclose(fewbit.dequantize(q()), W, atol=0.01),
@@ -136,7 +143,9 @@ WORKS = {
     "WithAux": lambda: quantized_params()["w"].how.qtype == jnp.int8,
     "HowToQuantize": lambda: fewbit.HowToQuantize(qtype="int8").channelwise_axes == (),
     "numerics": lambda: fewbit.numerics.should_quantize(jnp.float32),
-    "debug": lambda: callable(fewbit.debug.compare) and callable(fewbit.debug.bisect),
+    "debug": lambda: all(
+        callable(getattr(fewbit.debug, name)) for name in ("compare", "bisect", "training_stats")
+    ),
     "get_current_rule": lambda: fewbit.get_current_rule("gmm") is None,
     "pallas": lambda: fewbit.pallas.QArray is fewbit.QArray,
     "contrib": lambda: fewbit.contrib.gptq is fewbit.gptq,

@@ -92,7 +92,7 @@ def quantize(
         raise ValueError(_MSG_RNGS.format(found=type(rngs).__name__))
     _check_is_float(model)
     made: Plan | None = None
-    requests: dict[str, Any] = {}
+    requests: dict[str, Request] = {}
     if not skip_nnx_init:
         made, requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)
     new = nnx.clone(model)

@@ -92,7 +92,7 @@ def prepare(
 
 def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Any:
     """Run a method of a quantized module."""
-    ready = prepare(model, provider, method, args, kwargs, _noise(model, provider))
+    ready = prepare(model, provider, method, args, kwargs, noise_key(model, provider))
     outcome, stats = _run(ready, provider, model)
 
     def leaf(slot):
@@ -123,6 +123,12 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
     return value(outcome.out)
 
 
+def result_of(traced: Traced, outs: list[Any]) -> Any:
+    """The method's own result among all that a traced call returns."""
+    after = jax.tree.unflatten(traced.out_tree, outs)
+    return after.out.merge(after.arrays[: sum(s is TRACED for s in after.out.static)])
+
+
 def last_call(model: nnx.Module, provider: Any) -> tuple[tuple, dict] | None:
     """The abstract arguments of the last call; None if there was none, or one with NNX objects."""
     graphdef = nnx.split((model,))[0]
@@ -147,7 +153,7 @@ def _run(ready: Prepared, provider: Any, model: nnx.Module) -> tuple[Any, dict[P
     return outcome, {names[name]: stat for name, stat in found.items() if name in names}
 
 
-def _noise(model: nnx.Module, provider: Any) -> Any:
+def noise_key(model: nnx.Module, provider: Any) -> Any:
     """A new key from the model's own streams, if its rules round stochastically."""
     rngs = getattr(model, RNGS, None)
     return rngs[STREAM]() if provider.trains and provider.draws_noise and rngs is not None else None
