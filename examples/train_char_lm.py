@@ -12,6 +12,7 @@ run that was stopped goes on where it was: losses to `--results`, parameters to 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import pathlib
@@ -162,12 +163,19 @@ def trained(lab: Lab, name: str, seed: int) -> tuple[Any, Any, float | None]:
         variables = char_lm.train(
             model, lab.text, lab.size, seed,
             first=lab.model if config.converted else None,
+            taken_over=functools.partial(with_scales, lab, config, model),
             told=lambda loss: bar.update(note=f"loss {loss:.3f}"),
         )  # fmt: skip
     seconds = time.perf_counter() - start
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: np.savez(file, **by_path(variables)))
     return model, variables, seconds
+
+
+def with_scales(lab: Lab, config: Config, model: Any, variables: Any) -> Any:
+    """Scales that are learned start from the weights as they are when QAT takes over."""
+    learns = any(rule.weight_calibration_method == "learned" for rule in config.training())
+    return fewbit.add_learned_scales(model, variables, lab.example) if learns else variables
 
 
 def by_path(tree: Any) -> dict[str, Any]:
