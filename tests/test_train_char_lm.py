@@ -169,6 +169,18 @@ def test_the_table_says_which_bars_are_met(lab, tmp_path):
     assert "steps on forty sentences" in text
 
 
+def test_the_table_goes_between_the_marks_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- table: char-lm -->\nold\n<!-- end of table -->\nAfter.\n")
+    train_char_lm.put(page, "| new |")
+    marks = "<!-- table: char-lm -->\n\n| new |\n\n<!-- end of table -->"
+    assert page.read_text() == f"Before.\n{marks}\nAfter.\n"
+    page.write_text("No marks.\n")
+    with pytest.raises(SystemExit, match="has no place for the table: write <!-- table: char-lm"):
+        train_char_lm.put(page, "| new |")
+    assert page.read_text() == "No marks.\n"
+
+
 def example(script: str, *arguments: str, timeout: float = 300) -> str:
     """Standard output of an example in a new process, with one device, as a user has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
