@@ -159,12 +159,13 @@ def train(
     seed: int,
     *,
     first: Any = None,
+    taken_over: Callable[[Any], Any] = lambda variables: variables,
     told: Callable[[float], None] = lambda loss: None,
 ) -> Any:
     """Trained variables; `told` hears the loss of every step.
 
-    `first` is another form of the model, with the same variables, that takes the first half of the
-    steps.
+    `first` is another form of the model that takes the first half of the steps; `taken_over` gives
+    its variables whatever they need for the second.
     """
     optimizer = optimizer_of(size)
     phases = [(model, size.steps)] if first is None else [
@@ -175,11 +176,22 @@ def train(
     variables = jax.jit(phases[0][0].init)(jax.random.key(seed), example)
     state = optimizer.init(variables)
     for form, steps in phases:
+        if form is not phases[0][0]:
+            variables = taken_over(variables)
+            state = carried_over(state, optimizer.init(variables))
         step = step_of(form, optimizer)
         for ids in itertools.islice(source, steps):
             variables, state, value = step(variables, state, ids)
             told(float(value))
     return variables
+
+
+def carried_over(old: Any, fresh: Any) -> Any:
+    """The state of an optimizer for variables that have become more: new ones start afresh."""
+    known = {jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(old)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: known.get(jax.tree_util.keystr(path), x), fresh
+    )
 
 
 def validation_loss(

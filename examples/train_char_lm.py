@@ -12,6 +12,7 @@ run that was stopped goes on where it was: losses to `--results`, parameters to 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import pathlib
@@ -30,6 +31,7 @@ from fewbit._progress import Progress
 
 RESULTS = ROOT / "bench" / "results" / "char-lm.json"
 KEEP = ROOT / "build" / "char-lm"
+MARKS = "<!-- table: char-lm -->", "<!-- end of table -->"
 PTQ_METHODS = ("absmax", "mse", "percentile,99", "minmax")
 
 # Weights of the layers inside the blocks; the products inside attention belong to `block_<n>`.
@@ -162,12 +164,19 @@ def trained(lab: Lab, name: str, seed: int) -> tuple[Any, Any, float | None]:
         variables = char_lm.train(
             model, lab.text, lab.size, seed,
             first=lab.model if config.converted else None,
+            taken_over=functools.partial(with_scales, lab, config, model),
             told=lambda loss: bar.update(note=f"loss {loss:.3f}"),
         )  # fmt: skip
     seconds = time.perf_counter() - start
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: np.savez(file, **by_path(variables)))
     return model, variables, seconds
+
+
+def with_scales(lab: Lab, config: Config, model: Any, variables: Any) -> Any:
+    """Scales that are learned start from the weights as they are when QAT takes over."""
+    learns = any(rule.weight_calibration_method == "learned" for rule in config.training())
+    return fewbit.add_learned_scales(model, variables, lab.example) if learns else variables
 
 
 def by_path(tree: Any) -> dict[str, Any]:
@@ -257,6 +266,17 @@ def table(lab: Lab, *, markdown: bool = False) -> str:
     return "\n".join([about, "", *(line.rstrip() for line in lines), "", notes])
 
 
+def put(page: pathlib.Path, text: str) -> None:
+    """Replaces what stands between the page's two marks."""
+    old = page.read_text(encoding="utf-8")
+    begin, end = MARKS
+    if not 0 <= old.find(begin) < old.find(end):
+        raise SystemExit(f"{page} has no place for the table: write {begin} and {end} there")
+    before, after = old[: old.index(begin)], old[old.index(end) :]
+    new = f"{before}{begin}\n\n{text}\n\n{after}"
+    write_atomically(page, lambda file: file.write(new.encode()))
+
+
 def shapes(lab: Lab) -> Any:
     return jax.eval_shape(lab.model.init, jax.random.key(0), lab.example)
 
@@ -270,6 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--keep", type=pathlib.Path, default=KEEP, help="trained parameters")
     parser.add_argument("--markdown", action="store_true", help="the table for the docs")
+    parser.add_argument("--page", type=pathlib.Path, help="a page to put it into, between marks")
     parser.add_argument("--table", action="store_true", help="only print what is there")
     for field, value in Size()._asdict().items():
         option = "--" + field.replace("_", "-")
@@ -284,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 add_record(lab, record)
                 print(f"{name}, seed {seed}: {record['loss']:.4f}", flush=True)
     print(table(lab, markdown=args.markdown))
+    if args.page:
+        put(args.page, table(lab, markdown=True))
 
 
 if __name__ == "__main__":

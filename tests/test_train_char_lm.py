@@ -23,9 +23,17 @@ import char_lm  # noqa: E402
 import train_char_lm  # noqa: E402
 
 SMALL = char_lm.Size(
-    layers=1, width=64, heads=2, context=32, batch=16, steps=60, learning_rate=1e-2
+    layers=1, width=64, heads=2, context=32, batch=16, steps=200, learning_rate=1e-2
 )
 BLOCKS = 70
+WORDS = "the king queen shall come to rome and speak of war peace my lord good night".split()
+
+
+def small_text() -> char_lm.Text:
+    """Forty sentences over and over: a small model soon knows them, and rounding shows."""
+    random = np.random.default_rng(0)
+    sentences = [" ".join(random.choice(WORDS, 7)) + ". " for _ in range(40)]
+    return char_lm.text_of("forty sentences", "".join(random.choice(sentences, 1500)))
 
 
 @pytest.fixture(autouse=True)
@@ -43,8 +51,8 @@ def options(size: char_lm.Size) -> list[str]:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("char-lm")
-    text = char_lm.python_manual()
-    return train_char_lm.Lab(text, SMALL, folder / "results.json", folder / "keep", BLOCKS)
+    where = folder / "results.json", folder / "keep"
+    return train_char_lm.Lab(small_text(), SMALL, *where, BLOCKS)
 
 
 def loss_of(lab, name: str, seed: int = 0) -> float:
@@ -108,7 +116,7 @@ def test_validation_loss_is_the_mean_over_all_characters(lab):
 @pytest.mark.parametrize(("name", "most"), [("int8", 0.03), ("fp8", 0.06)])
 def test_training_in_eight_bits_reaches_the_loss_of_float32(lab, name, most):
     reached = loss_of(lab, "float32")
-    assert reached < 2.9, "float32 learns"
+    assert reached < 0.7, "float32 learns: it begins at 3"
     assert abs(loss_of(lab, name) - reached) < most
 
 
@@ -119,10 +127,12 @@ def test_int4_training_beats_rounding_to_int4_and_converts_without_a_difference(
     assert record["loss"] == pytest.approx(record["before_conversion"], abs=1e-5)
 
 
-def test_two_bit_training_is_far_below_the_best_rounding_to_two_bits(lab):
-    assert loss_of(lab, "int2-qat") < loss_of(lab, "int2-ptq") - 0.02
+def test_two_bit_training_is_far_below_the_best_rounding_to_two_bits(lab, monkeypatch):
+    fewer = train_char_lm.CONFIGS["int2-ptq"]._replace(methods=("absmax", "mse"))
+    monkeypatch.setitem(train_char_lm.CONFIGS, "int2-ptq", fewer)
+    assert loss_of(lab, "int2-qat") < loss_of(lab, "int2-ptq") - 0.03
     record = train_char_lm.losses(lab)["int2-ptq"][0]
-    assert set(record["of_method"]) == set(train_char_lm.PTQ_METHODS)
+    assert set(record["of_method"]) == {"absmax", "mse"}
     assert record["loss"] == min(record["of_method"].values())
 
 
@@ -156,7 +166,19 @@ def test_the_table_says_which_bars_are_met(lab, tmp_path):
     text = train_char_lm.table(made_up(lab, tmp_path / "bad.json", bad), markdown=True)
     assert "| int8 everywhere | 1.5300 | 1.5300 | +0.0300 | float32 +0.02 | NO |" in text
     assert "| float32 +0.05; below int4-ptq | yes; NO |" in text
-    assert "steps on the manual in pydoc_data" in text
+    assert "steps on forty sentences" in text
+
+
+def test_the_table_goes_between_the_marks_of_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- table: char-lm -->\nold\n<!-- end of table -->\nAfter.\n")
+    train_char_lm.put(page, "| new |")
+    marks = "<!-- table: char-lm -->\n\n| new |\n\n<!-- end of table -->"
+    assert page.read_text() == f"Before.\n{marks}\nAfter.\n"
+    page.write_text("No marks.\n")
+    with pytest.raises(SystemExit, match="has no place for the table: write <!-- table: char-lm"):
+        train_char_lm.put(page, "| new |")
+    assert page.read_text() == "No marks.\n"
 
 
 def example(script: str, *arguments: str, timeout: float = 300) -> str:
@@ -178,20 +200,18 @@ def test_the_script_trains_writes_and_goes_on(tmp_path):
     size = SMALL._replace(width=32, steps=3)
     common = [*options(size), "--text", str(text), "--seeds", "0", "--keep", str(tmp_path / "keep")]
     common += ["--results", str(tmp_path / "results.json")]
-    out = example("train_char_lm.py", *common, "--configs", "float32", "int8")
-    assert re.findall(r"^(\w+), seed 0: \d\.\d{4}$", out, re.M) == ["float32", "int8"]
+    out = example("train_char_lm.py", *common, "--configs", "float32")
+    assert re.findall(r"^([\w-]+), seed 0: \d\.\d{4}$", out, re.M) == ["float32"]
     assert "after 3 steps on words.txt" in out
     records = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [r["config"] for r in records] == ["float32", "int8"]
-    out = example(
-        "train_char_lm.py", *common, "--configs", "float32", "int8", "int4-ptq", "--markdown"
-    )
+    assert [r["config"] for r in records] == ["float32"]
+    out = example("train_char_lm.py", *common, "--configs", "float32", "int4-ptq", "--markdown")
     assert re.findall(r"^([\w-]+), seed 0: ", out, re.M) == ["int4-ptq"]
-    assert "| int8 everywhere | " in out
+    assert re.search(r"^\| int4 PTQ \| [\d.]+ \| [\d.]+ \| [+-][\d.]+ \|", out, re.M)
 
 
 def test_distillation_brings_two_bits_closer_to_the_float_model():
-    out = example("distill_qat.py", "--steps", "60")
+    out = example("distill_qat.py", "--steps", "40")
     far = dict(re.findall(r"^2-bit (\w+): ([\d.]+) nats", out, re.M))
     assert 0 < float(far["distilled"]) < 0.7 * float(far["rounded"])
 
