@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lora_cases import CASES, SCALE, close, float_base, lora, normal
+from lora_cases import CASES, SCALE, SOME, close, float_base, lora, normal
 from tolerances import LORA_F32
 
 import fewbit
@@ -159,7 +159,7 @@ def test_static_scales_beside_adapters():
 # --- merging --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SOME)
 def test_every_layout_merges(name):
     case = CASES[name]
     f = lambda params, x: case.op(params["w"], x)  # noqa: E731
