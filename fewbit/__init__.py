@@ -89,10 +89,10 @@ if (
     from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
     from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
     from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
-    from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
-    from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
-    from fewbit.training.einsum_qt import einsum_qt as einsum_qt
-    from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt
+    from fewbit.training.conv_products import conv_general_qt as conv_general_qt
+    from fewbit.training.dot_products import dot_general_qt as dot_general_qt
+    from fewbit.training.einsum_products import einsum_qt as einsum_qt
+    from fewbit.training.ragged_products import ragged_dot_qt as ragged_dot_qt
 
 
 def __dir__() -> list[str]:

@@ -34,9 +34,9 @@ from fewbit.training import (
     dot_general_qt,
     einsum_qt,
 )
-from fewbit.training.conv_qt import conv_general_qt
+from fewbit.training.conv_products import conv_general_qt
 from fewbit.training.delayed import quantize_delayed, seen
-from fewbit.training.ragged_dot_qt import ragged_dot_qt
+from fewbit.training.ragged_products import ragged_dot_qt
 from fewbit.weight import straight_through
 
 _MSG_UNKNOWN = (

@@ -7,16 +7,16 @@ if _typing.TYPE_CHECKING:
     from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
     from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
     from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
-    from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
+    from fewbit.training.conv_products import conv_general_qt as conv_general_qt
     from fewbit.training.delayed import delayed_range as delayed_range
     from fewbit.training.delayed import empty_history as empty_history
-    from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
+    from fewbit.training.dot_products import dot_general_qt as dot_general_qt
     from fewbit.training.drop_in import DotGeneral as DotGeneral
     from fewbit.training.drop_in import Einsum as Einsum
     from fewbit.training.drop_in import config_from_rule as config_from_rule
     from fewbit.training.drop_in import dot_general_cls as dot_general_cls
     from fewbit.training.drop_in import einsum_cls as einsum_cls
-    from fewbit.training.einsum_qt import einsum_qt as einsum_qt
+    from fewbit.training.einsum_products import einsum_qt as einsum_qt
     from fewbit.training.histories import accumulate as accumulate
     from fewbit.training.histories import is_history as is_history
     from fewbit.training.histories import merge_histories as merge_histories
@@ -32,7 +32,7 @@ if _typing.TYPE_CHECKING:
     from fewbit.training.paired import Paired as Paired
     from fewbit.training.paired import clip_gradient as clip_gradient
     from fewbit.training.paired import pair as pair
-    from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt
+    from fewbit.training.ragged_products import ragged_dot_qt as ragged_dot_qt
 
 # Loaded when first used: whoever only serves never trains.
 _HOMES = {
@@ -41,12 +41,12 @@ _HOMES = {
         "DotGeneralQtConfig",
         "RaggedDotQtConfig",
     ),
-    "conv_qt": ("conv_general_qt",),
+    "conv_products": ("conv_general_qt",),
     "delayed": (
         "delayed_range",
         "empty_history",
     ),
-    "dot_general_qt": ("dot_general_qt",),
+    "dot_products": ("dot_general_qt",),
     "drop_in": (
         "DotGeneral",
         "Einsum",
@@ -54,7 +54,7 @@ _HOMES = {
         "dot_general_cls",
         "einsum_cls",
     ),
-    "einsum_qt": ("einsum_qt",),
+    "einsum_products": ("einsum_qt",),
     "histories": (
         "accumulate",
         "is_history",
@@ -78,7 +78,7 @@ _HOMES = {
         "clip_gradient",
         "pair",
     ),
-    "ragged_dot_qt": ("ragged_dot_qt",),
+    "ragged_products": ("ragged_dot_qt",),
 }
 
 

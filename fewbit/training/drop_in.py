@@ -16,8 +16,8 @@ import jax
 from fewbit._rule_checks import nearest
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.training.configs import ConvGeneralQtConfig, DotGeneralQtConfig, RaggedDotQtConfig
-from fewbit.training.dot_general_qt import dot_general_qt
-from fewbit.training.einsum_qt import einsum_qt
+from fewbit.training.dot_products import dot_general_qt
+from fewbit.training.einsum_products import einsum_qt
 from fewbit.training.noise import get_noise_fn
 
 CONFIGS: dict[str, type[DotGeneralQtConfig]] = {
