@@ -6,114 +6,52 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fewbit import current
 from fewbit.adapter_run import Adapters, check_adapters
 from fewbit.adapters import abstract_adapters, planned_adapters
-from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide, storage
+from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import bind, forwards
 from fewbit.layouts import for_kernels
-from fewbit.learned_scales import abstract_learned, check_learned
+from fewbit.learned_scales import abstract_learned
 from fewbit.provenance import Constant
-from fewbit.qarray import QArray, WithAux, abstract_quantized
+from fewbit.qarray import abstract_quantized
 from fewbit.sites import SiteRunner
 from fewbit.static_run import StaticScales, check_scales
 from fewbit.static_scales import NOISE, ScaleName, abstract_scales, planned_scales
 from fewbit.stored_checks import check_something, check_stored, say_once_if_unpacked
 from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
-from fewbit.trained import trained_values
-from fewbit.trained_histories import (
-    HistoryPlan,
-    check_histories,
-    delayed_weights,
-    empty_histories,
-    planned_histories,
+from fewbit.traced import LeafPath, as_value
+from fewbit.traced import Traced as Traced
+from fewbit.traced import UntraceableModelError as UntraceableModelError
+from fewbit.traced import float_view as float_view
+from fewbit.traced import is_stored as is_stored
+from fewbit.traced import untraceable as untraceable
+from fewbit.trained_histories import empty_histories
+from fewbit.trained_inputs import (
+    check_trains,
+    histories,
+    reaching,
+    run_inputs,
+    trained_inputs,
+    wanted_storage,
 )
 from fewbit.trained_statistics import added as added_statistics
 from fewbit.trained_statistics import range_tap
-from fewbit.training.delayed import anchored, ranges_of
 from fewbit.training.learned import QSCALE
-from fewbit.weight import Weight, is_weight, plain, without_gradient
-
-LeafPath = Callable[[tuple[Any, ...]], str | None]
-
-_MSG_UNTRACEABLE = """{where} cannot be traced: its Python code asks for the value of an array.
-  {error}
-fewbit reads a model the way jax.jit does. Two cures:
-  1. Pass what the code branches on as a plain Python value (a bool, int or string is never traced).
-  2. Quantize the submodules that can be traced on their own, and leave this one in float."""
+from fewbit.weight import Weight, is_weight, plain
 
 _MSG_TWICE = (
     "{what} is called with a module that has a static scale '{name}', as it has itself: a scale is "
     "found by its module's path. Make the one a submodule of the other and quantize them together, "
     "or use dynamic ranges in one of them."
 )
-
-_MSG_STORED = (
-    "{what} is to be trained, but its parameter '{leaf}' is stored quantized, which no gradient "
-    "reaches. Train the float parameters; to train beside a quantized base use a LoraProvider."
-)
-
-
-class UntraceableModelError(TypeError):
-    """A model whose Python code depends on array values."""
-
-
-def untraceable(what: str, failed: Sequence[str], error: Exception) -> UntraceableModelError:
-    """The error for `what`, of which the module at path `failed[0]` asked for a value."""
-    where = f"Module '{failed[0]}' of {what}" if failed and failed[0] else what
-    first_line = str(error).strip().split("\n")[0]
-    return UntraceableModelError(_MSG_UNTRACEABLE.format(where=where, error=first_line))
-
-
-def is_stored(value: Any) -> bool:
-    """Whether a tree node is a quantized parameter."""
-    return isinstance(value, WithAux | QArray)
-
-
-def float_view(value: Any) -> Any:
-    """The abstract float array that a leaf, quantized or not, stands for."""
-    if not is_stored(value):
-        return jax.typeof(value) if not isinstance(value, jax.ShapeDtypeStruct) else value
-    q = value.array if isinstance(value, WithAux) else value
-    if not isinstance(q, QArray):
-        return float_view(q)
-    codes = q.qvalue
-    if isinstance(codes, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(q.shape, q.dtype, sharding=codes.sharding)
-    return jax.typeof(codes).update(dtype=q.dtype)
-
-
-def as_value(value: Any, leaf: str | None) -> Any:
-    """A tree leaf as a value of the interpreter."""
-    if isinstance(value, WithAux):
-        if not isinstance(value.array, QArray):
-            return value.array
-        return Weight(without_gradient(value.array, leaf or ""), leaf or "", value.how.rule)
-    if isinstance(value, QArray):
-        return Weight(without_gradient(value, leaf or ""), leaf or "")
-    return value
-
-
-@dataclass
-class Traced:
-    """One trace of a runner's function on one set of inputs."""
-
-    program: Program
-    values: list[Any]
-    out_tree: Any
-    forwarded: Sequence[int | None]  # output k is input forwarded[k], untouched
-    leaves: list[Leaf | None]  # aligned with values; None for an input that is no parameter
-    scales: dict[str, Any] = field(default_factory=dict)  # static scales among the inputs
-    learned: dict[str, Any] = field(default_factory=dict)  # scales that training fits
 
 
 class Runner:
@@ -205,7 +143,7 @@ class Runner:
     def interpret(self, tree: Any) -> Any:
         """Trace, decide, run: what is jitted. All but the arrays' values happens at trace time."""
         traced, decisions = self.ready(tree)
-        values, scales, ranges = self.run_values(traced, decisions)
+        values, scales, ranges = run_inputs(self.provider, traced, decisions)
         outs = self.run(traced.program, decisions, values, scales)[0]
         outs = reaching(outs, traced.forwarded, ranges)
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
@@ -213,7 +151,7 @@ class Runner:
     def interpret_collecting(self, tree: Any) -> tuple[Any, dict[str, Any]]:
         """As `interpret`, and the statistics of static scales with this batch, by name."""
         traced, decisions = self.ready(tree)
-        values, scales, ranges = self.run_values(traced, decisions)
+        values, scales, ranges = run_inputs(self.provider, traced, decisions)
         interpreter = self.interpreter(traced.program, decisions, scales, collecting=True)
         outs, readings = interpreter.run_tapped(traced.program.root, values)
         outs = reaching(outs, traced.forwarded, ranges)
@@ -225,49 +163,6 @@ class Runner:
         if self.provider.disable_jit:
             return self.interpret_collecting(tree)
         return self._compiled_collecting(tree)
-
-    def run_values(
-        self, traced: Traced, decisions: dict[str, Decision]
-    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
-        """What is run, what rides beside it, and the ranges of histories among that.
-
-        While training, each float weight has the codes that products see.
-        """
-        if not self.provider.trains:
-            return traced.values, traced.scales, {}
-        requests = storage([traced.program], [decisions], lambda message: None)
-        plans = self.histories(traced.program, decisions, requests)
-        return self.trained_inputs(
-            traced.values, traced.leaves, requests, plans, traced.scales, traced.learned
-        )
-
-    def trained_inputs(
-        self,
-        values: Sequence[Any],
-        leaves: Sequence[Leaf | None],
-        requests: Mapping[str, Request],
-        plans: Mapping[str, HistoryPlan],
-        scales: dict[str, Any],
-        learned: Mapping[str, Any],
-    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
-        ranges = ranges_of({name: scales[name] for name in plans})
-        delayed = delayed_weights(plans, ranges)
-        made = trained_values(values, leaves, requests, learned, delayed)
-        return made, {**scales, **ranges}, ranges
-
-    def histories(
-        self,
-        program: Program,
-        decisions: Mapping[str, Decision],
-        requests: Mapping[str, Request] | None = None,
-    ) -> dict[str, HistoryPlan]:
-        """The histories that delayed scales need, by name."""
-        if not self.provider.delays:
-            return {}
-        if requests is None:
-            requests = storage([program], [dict(decisions)], lambda message: None)
-        gradients = not getattr(self.provider, "emulate", False)
-        return planned_histories(program, decisions, requests, gradients)
 
     def as_traced(self, tree: Any) -> list[Any]:
         """The leaves that the function itself returns for float leaves, no Site replaced."""
@@ -283,16 +178,10 @@ class Runner:
         )
         rules = {site: d.rule for site, d in decisions.items() if d.rule is not None}
         self.provider.check_ready(rules)
-        if self.provider.trains and self.root:
-            self.check_trains(traced, decisions)
-        if self.provider.trains and (self.provider.learns or traced.learned):
-            requests = storage([traced.program], [decisions], lambda message: None)
-            strict = self.provider.strict and self.root
-            check_learned(traced.leaves, requests, traced.learned, strict)
-        if self.provider.delays:
-            check_histories(self.histories(traced.program, decisions), traced.scales, self.what)
+        if self.provider.trains:
+            check_trains(self.provider, traced, decisions, self.what, self.root)
         if self.provider.quantizes_params:
-            requests = storage([traced.program], [decisions], lambda message: None)
+            requests = wanted_storage(traced.program, decisions)
             if self.root:
                 program, values = traced.program, traced.values
                 check_stored(program, values, decisions, requests, self.provider)
@@ -304,13 +193,6 @@ class Runner:
             used = {ts.site.weight for ts in traced.program.sites}
             check_adapters(plans, traced.scales, self.provider.strict, used)
         return traced, decisions
-
-    def check_trains(self, traced: Traced, decisions: dict[str, Decision]) -> None:
-        """A model that trains has float parameters, and rules that do something."""
-        stored = [value.leaf for value in traced.values if is_weight(value)]
-        if stored:
-            raise ValueError(_MSG_STORED.format(what=self.what, leaf=stored[0]))
-        check_something(traced.program, traced.values, decisions, self.provider, self.what)
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Any:
         """The model's output. A parameter handed through untouched comes out as it is stored."""
@@ -394,14 +276,14 @@ class Runner:
         if self.provider.adapts:
             dtypes = {leaf.path: leaf.dtype for leaf in traced.leaves if leaf}
             scales |= abstract_adapters(planned_adapters([traced.program], [decisions], dtypes))
-        plans = self.histories(traced.program, decisions, requests)
+        plans = histories(self.provider, traced.program, decisions, requests)
         scales |= jax.eval_shape(lambda: empty_histories(plans))
 
         learned = abstract_learned(traced.leaves, requests) if trains else {}
 
         def go(values, scales, learned):
             if trains:
-                values, scales, _ = self.trained_inputs(
+                values, scales, _ = trained_inputs(
                     values, traced.leaves, requests, plans, scales, learned
                 )
             outs, dequantized = self.run(
@@ -416,20 +298,6 @@ class Runner:
 
         jax.eval_shape(go, values, scales, learned)
         return ran, seen
-
-
-def reaching(
-    outs: Sequence[Any], forwarded: Sequence[int | None], ranges: dict[str, Any]
-) -> list[Any]:
-    """Results through whose gradients every history is reached; inputs handed through are not."""
-    outs = list(outs)
-    if not ranges:
-        return outs
-    for k, source in enumerate(forwarded):
-        out = plain(outs[k])
-        if source is None and jnp.issubdtype(jax.typeof(out).dtype, jnp.inexact):
-            outs[k] = anchored(out, ranges)
-    return outs
 
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:

@@ -61,6 +61,7 @@ LAYERS = [
             "weight",
             "weight_*",
             "_trainable",
+            "traced",
             "trained",
             "trained_*",
             "adapters",

@@ -8,6 +8,7 @@ from fewbit.decisions import Leaf, Request, decide
 from fewbit.engine import Runner
 from fewbit.planner import make_plan
 from fewbit.trained_histories import HistoryPlan, empty_histories
+from fewbit.trained_inputs import histories, wanted_storage
 from fewbit.trained_statistics import Statistic, empty_statistics
 
 # (method, args, kwargs) of one call of a float model -> its runner, and the leaves to call it with.
@@ -51,7 +52,8 @@ def histories_of(run: tuple[Runner, Any]) -> dict[str, HistoryPlan]:
     runner, tree = run
     traced = runner.trace(tree)
     decisions = decide(traced.program, runner.rule_for(traced.values))
-    return runner.histories(traced.program, decisions)
+    requests = wanted_storage(traced.program, decisions)
+    return histories(runner.provider, traced.program, decisions, requests)
 
 
 def empty_statistics_of(run: tuple[Runner, Any]) -> dict[str, Statistic]:
