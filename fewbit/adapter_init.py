@@ -12,7 +12,7 @@ from fewbit._errors import describe
 from fewbit._plan import Plan
 from fewbit._plan_adapter import LORA_A, AdapterPlan
 from fewbit.adapter_trees import leaves_by_path, put_adapters
-from fewbit.params import is_box
+from fewbit.boxes import is_box
 from fewbit.qarray import QArray, WithAux
 
 _MSG_PLAN = (

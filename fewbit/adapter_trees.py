@@ -8,9 +8,9 @@ import jax
 from fewbit._plan_adapter import LORA_A, LORA_B
 from fewbit.adapter_params import LoraParams
 from fewbit.beside import owner_of, put_beside, split_beside
+from fewbit.boxes import is_box
 from fewbit.calls import key_name
 from fewbit.engine import is_stored
-from fewbit.params import is_box
 from fewbit.static_scales import QuantizedParams
 
 SUFFIXES = (LORA_A, LORA_B)

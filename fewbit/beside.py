@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fewbit.adapter_params import LoraParams
+from fewbit.boxes import is_box
 from fewbit.qarray import QArray, WithAux
 
 
@@ -92,5 +93,4 @@ def put_beside(tree: Any, entries: Mapping[str, Any], suffixes: Sequence[str]) -
 
 def _is_leaf(node: Any) -> bool:
     """A quantized or boxed parameter is one leaf."""
-    boxed = hasattr(node, "unbox") and hasattr(node, "replace_boxed")
-    return boxed or isinstance(node, WithAux | QArray)
+    return is_box(node) or isinstance(node, WithAux | QArray)

@@ -6,7 +6,6 @@ leaf depends on that leaf alone.
 
 import warnings
 from collections.abc import Mapping
-from difflib import get_close_matches
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -15,12 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit._plan import Plan, ScalePlan
+from fewbit._plan import Plan
 from fewbit.adapter_params import LoraParams
+from fewbit.boxes import is_box, rebox, unboxed
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
 from fewbit.learned_scales import is_learned, split_learned, trained_scale
 from fewbit.observed import Statistics
+from fewbit.param_templates import WHOLE, Template
 from fewbit.qarray import (
     HowToQuantize,
     QArray,
@@ -31,19 +32,10 @@ from fewbit.qarray import (
     get_scale_shape,
     quantize_with_scale_zero_point,
 )
-from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
 from fewbit.storing import quantize_for_kernels, quantize_plain
 from fewbit.training.learned import QSCALE, quantize_learned
 
-_MSG_EXTRA = (
-    "{path} is not found in the abstract_quantized_params.{near} Pass allow_extra_params=True to "
-    "hand parameters that the model does not have through unchanged."
-)
-_MSG_MISSING = (
-    "{count} of the plan's parameters {are} missing: {paths}.{near} Give the whole tree, or pass "
-    "allow_missing_params=True to quantize a part of it."
-)
 _MSG_SHAPE = (
     "{path} has shape {found}, expected {wanted}.{turned} The plan or template was made for "
     "another model or other sizes: make it again with this model."
@@ -52,11 +44,6 @@ _MSG_TURNED = " It looks transposed: pass params with {path} as `array.transpose
 _MSG_QUANTIZED = (
     "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize "
     "it first to store it in another format: fewbit.dequantize(...)."
-)
-_MSG_NO_TEMPLATE = (
-    "quantize_params takes a Plan or a template as its second argument, got {found}. Make one: "
-    "quantize_params(params, fewbit.plan(model, rules, *inputs)), or for Linen "
-    "quantize_params(params, jax.eval_shape(quantized.init, key, x)['params'])."
 )
 
 
@@ -98,7 +85,7 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
-    template = _Template(abstract_quantized_params, allow_extra_params)
+    template = Template(abstract_quantized_params, allow_extra_params)
     known = weight_absmax or {}
     if isinstance(params, LoraParams) and not template.learns:
         allowed: dict[str, Any] = dict(
@@ -114,9 +101,9 @@ def quantize_params(
     seen = []
 
     def leaf(keypath, value):
-        path = _path(keypath)
+        path = key_name(keypath)
         seen.append(path)
-        if path not in template.leaves and not hasattr(value, "shape") and not _is_box(value):
+        if path not in template.leaves and not hasattr(value, "shape") and not is_box(value):
             return value  # a function or a number among the parameters, as Equinox modules have
         found = template.leaf(path)
         if found is None:
@@ -127,7 +114,7 @@ def quantize_params(
         return _quantized(path, value, how, shape, boxed, learned=learned, absmax=known.get(path))
 
     result = jax.tree_util.tree_map_with_path(
-        leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
+        leaf, params, is_leaf=lambda x: is_box(x) or isinstance(x, WithAux | QArray)
     )
     if not allow_missing_params:
         template.check_complete(seen)
@@ -150,111 +137,6 @@ def quantize_params(
     )
 
 
-class _Template:
-    """What a leaf should become, from a plan or from a tree of abstract quantized leaves."""
-
-    def __init__(self, source: Any, allow_extra: bool):
-        self.allow_extra, self.whole = allow_extra, isinstance(source, Plan)
-        self.adapters: set[str] = set()  # may be there already, or come later
-        self.leaves: dict[str, tuple[HowToQuantize | None, tuple[int, ...] | None, Any]]
-        self.scales: dict[str, ScalePlan] = {}
-        self.by_site = isinstance(source, QuantizedParams)
-        if isinstance(source, Plan):
-            self.by_site = source.kind == "function"
-            self.scales = {scale.name: scale for scale in source.scales}
-            self.leaves = {
-                leaf.path: (
-                    leaf.how and leaf.how.replace(rule=leaf.rule),
-                    tuple(leaf.shape),
-                    _WHOLE,
-                )
-                for leaf in source.leaves
-            }
-            for adapter in source.adapters:
-                self.leaves |= {n: (None, shape, None) for n, shape in adapter.shapes.items()}
-                self.adapters |= set(adapter.names)
-            return
-        if isinstance(source, QuantizedParams):
-            for site, entries in source.act_scales.items():
-                for entry, value in entries.items():
-                    if entry.endswith(SCALE):
-                        name = name_of_site(site, entry.removesuffix(SCALE))
-                        self.scales[name] = _template_scale(name, value, site)
-            source = source.params
-        if hasattr(source, "_fewbit_pure_dict"):  # an NNX model
-            source = source._fewbit_pure_dict()
-        flat, _ = jax.tree_util.tree_flatten_with_path(
-            source, is_leaf=lambda x: isinstance(x, WithAux) or _is_box(x)
-        )
-        if source is None or (
-            flat and not any(hasattr(value, "shape") or _is_box(value) for _, value in flat)
-        ):
-            raise TypeError(_MSG_NO_TEMPLATE.format(found=_kind(source)))
-        self.leaves = {}
-        for key, value in flat:
-            path = _path(key)
-            if not is_static_scale(path, value):
-                self.leaves[path] = _template_leaf(value)
-            elif path.endswith(SCALE):
-                name = path.removesuffix(SCALE)
-                self.scales[name] = _template_scale(name, value, "")
-
-    @property
-    def learns(self) -> bool:
-        """Whether a parameter is stored with a scale that training found."""
-        return any(is_learned(how) for how, _, _ in self.leaves.values())
-
-    def leaf(self, path: str) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any] | None:
-        if path not in self.leaves:
-            if self.allow_extra:
-                return None
-            near = get_close_matches(path, self.leaves, 3)
-            hint = f" The nearest are {', '.join(near)}." if near else ""
-            raise ValueError(_MSG_EXTRA.format(path=path, near=hint))
-        return self.leaves[path]
-
-    def check_complete(self, seen: list[str]) -> None:
-        """A plan is of a whole model; a template may be asked for any part."""
-        given = {*seen, *self.adapters}
-        missing = [path for path in self.leaves if path not in given] if self.whole else []
-        if not missing:
-            return
-        extra = [path for path in seen if path not in self.leaves]
-        near = get_close_matches(missing[0], extra, 1)
-        raise ValueError(
-            _MSG_MISSING.format(
-                count=len(missing),
-                are="is" if len(missing) == 1 else "are",
-                paths=", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""),
-                near=f" {near[0]!r} is given, which the plan does not know." if near else "",
-            )
-        )
-
-
-_WHOLE = object()  # a plan's leaf: its shape is the parameter's own
-
-
-def _kind(value: Any) -> str:
-    words = f"a {type(value).__name__}" if value is not None else "None"
-    items = list(value) if isinstance(value, list | tuple) else []
-    return words + (f" of {type(items[0]).__name__} objects" if items else "")
-
-
-def _template_scale(name: str, value: WithAux, site: str) -> ScalePlan:
-    array, how = value.array, value.how
-    return ScalePlan(name, site, how.replace(rule=None), array.shape, str(array.dtype), how.rule)
-
-
-def _template_leaf(value: Any) -> tuple[HowToQuantize | None, tuple[int, ...] | None, Any]:
-    if not isinstance(value, WithAux):
-        shape = getattr(unboxed(value) if _is_box(value) else value, "shape", None)
-        return None, None if shape is None else tuple(shape), None
-    q = value.array
-    if _is_box(q.qvalue):
-        return value.how, tuple(unboxed(q.qvalue).shape), q
-    return value.how, tuple(q.shape), None
-
-
 def quantize_leaf(
     path: str,
     value: Any,
@@ -267,12 +149,12 @@ def quantize_leaf(
     `learned` are the scales that training found.
     """
     how = leaf.how.replace(rule=leaf.rule)
-    return _quantized(path, value, how, tuple(leaf.shape), _WHOLE, measured, learned)
+    return _quantized(path, value, how, tuple(leaf.shape), WHOLE, measured, learned)
 
 
 def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:
     """A parameter that stays as it is, if it is the one that is meant."""
-    array = unboxed(value) if _is_box(value) else value
+    array = unboxed(value) if is_box(value) else value
     if isinstance(array, WithAux | QArray):
         raise ValueError(_MSG_QUANTIZED.format(path=path, array=_bare(array)))
     found = getattr(array, "shape", None)
@@ -312,7 +194,7 @@ def _quantized(
     learned: Mapping[str, Any] = {},
     absmax: Any = None,
 ) -> Any:
-    box = value if _is_box(value) else None
+    box = value if is_box(value) else None
     array = unboxed(box) if box is not None else value
     if isinstance(array, WithAux | QArray):
         raise ValueError(_MSG_QUANTIZED.format(path=path, array=_bare(array)))
@@ -325,11 +207,11 @@ def _quantized(
         found = tuple(array.shape)
         # A template may hold the shape a parameter is used in (stored flat, used as heads); a
         # reshape of a transposed one would pass too, and scramble it.
-        if boxed is _WHOLE or prod(found) != prod(shape) or _is_turned(found, shape):
+        if boxed is WHOLE or prod(found) != prod(shape) or _is_turned(found, shape):
             raise ValueError(_shape_message(path, found, shape))
         array = _reshaped(array, shape)
     check_finite(array, path)
-    packs = boxed is _WHOLE and box is None  # a template is another program's, and plain
+    packs = boxed is WHOLE and box is None  # a template is another program's, and plain
     if isinstance(array, jax.ShapeDtypeStruct):
         q = abstract_quantized(array, how)
         q = for_kernels(q, how) if packs else q
@@ -339,7 +221,7 @@ def _quantized(
         q = for_kernels(q, how) if packs else q
     elif is_learned(how):
         scale = trained_scale(path, shape, how, learned)
-        scale = unboxed(scale) if _is_box(scale) else scale
+        scale = unboxed(scale) if is_box(scale) else scale
         check_finite(scale, path + QSCALE)
         q = quantize_learned(jnp.asarray(array), jnp.asarray(scale), how)
         warn_clamped(q.scale, path, stacklevel=5)
@@ -348,7 +230,7 @@ def _quantized(
         store = quantize_for_kernels if packs else quantize_plain
         q, scale = store(jnp.asarray(array), how, measured)
         warn_clamped(scale, path, stacklevel=5)
-    return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
+    return WithAux(rebox(q, None if boxed is WHOLE else boxed, box), how)
 
 
 def _with_absmax(array: jax.Array, absmax: Any, how: HowToQuantize) -> QArray:
@@ -375,61 +257,3 @@ def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, array.dtype)
     return array.reshape(shape)
-
-
-def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:
-    """Put partitioning boxes on the parts: those of the template, or the float parameter's own."""
-    if boxed is not None:
-        parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
-        new = {
-            name: getattr(boxed, name).replace_boxed(part) if part is not None else None
-            for name, part in parts.items()
-        }
-        return q.replace(**new)
-    if box is None:
-        return q
-    return box_parts(q, box)
-
-
-def box_parts(q: QArray, box: Any) -> QArray:
-    """Each part in a box like the float parameter's, without axis names where it is one wide."""
-
-    def boxed(part):
-        names = getattr(box, "names", None)
-        new = box.replace_boxed(part)
-        if names is None:
-            return new
-        kept = tuple(
-            None if n == 1 and m != 1 else name
-            for name, n, m in zip(names, part.shape, q.shape, strict=True)
-        )
-        return new.replace(names=kept)
-
-    return jax.tree.map(boxed, q)
-
-
-def unbox_parts(q: QArray) -> QArray:
-    """A QArray without boxes on its parts."""
-    return jax.tree.map(lambda x: unboxed(x) if _is_box(x) else x, q, is_leaf=_is_box)
-
-
-def unboxed(box: Any) -> Any:
-    """What is in a box, as it is: under a mesh, `unbox()` would place it too (even a QArray)."""
-    try:
-        return box.unbox(apply_constraint=False)
-    except TypeError:  # a box of another kind, which never places anything
-        return box.unbox()
-
-
-def _is_box(value: Any) -> bool:
-    """Flax's partitioning boxes, by their documented interface (no framework is imported here)."""
-    return hasattr(value, "unbox") and hasattr(value, "replace_boxed")
-
-
-def is_box(value: Any) -> bool:
-    """Whether a tree node is a framework's partitioning box around a parameter."""
-    return _is_box(value)
-
-
-def _path(keypath: tuple[Any, ...]) -> str:
-    return key_name(keypath)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from fewbit import _text
 from fewbit._errors import describe, is_array_like
 from fewbit._plan import Plan
+from fewbit.boxes import is_box, unbox_parts, unboxed
 from fewbit.calls import key_name
 from fewbit.layouts import would_be_faster
 from fewbit.models import is_keras
 from fewbit.numerics import dtype_bits, qtype_name
 from fewbit.observed import Statistics
-from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, get_scale_shape
 
 _MSG_NO_PARAMS = (

@@ -8,9 +8,9 @@ from helpers import normal
 
 import fewbit
 from fewbit import QuantizationRule, QuantizedParams, WithAux
+from fewbit.boxes import is_box, unboxed
 from fewbit.calibration import SimpleMovingAverage
 from fewbit.numerics import FORMATS, dtype_bits
-from fewbit.params import is_box, unboxed
 from fewbit.qarray import HowToQuantize, QArray, quantize_with, unpack
 
 

@@ -67,6 +67,8 @@ LAYERS = [
             "adapters",
             "adapter_*",
             "beside",
+            "boxes",
+            "param_templates",
             "learned_scales",
         ),
     ],

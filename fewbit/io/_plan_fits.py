@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fewbit._plan import Plan
+from fewbit.boxes import is_box, unbox_parts, unboxed
 from fewbit.io._tree import Leaf
 from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import HowToQuantize, QArray, WithAux
 from fewbit.static_scales import SCALE
 

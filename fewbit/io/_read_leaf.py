@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from fewbit.boxes import unbox_parts
 from fewbit.io._encoding import KNOWN_DTYPES, decode, decode_part
 from fewbit.io._manifest import Manifest, Stored
 from fewbit.io._tree import PARTS, flax_trees
@@ -21,7 +22,6 @@ from fewbit.io.inspecting import check_header
 from fewbit.io.safetensors_file import SafetensorsFile, new_checksum
 from fewbit.layouts import for_kernels
 from fewbit.numerics import FORMATS
-from fewbit.params import unbox_parts
 from fewbit.qarray import QArray, WithAux, validate_qarray
 
 _MSG_CHECKSUM = "was changed after it was saved (checksum)"

@@ -25,10 +25,10 @@ import numpy as np
 
 from fewbit._errors import describe
 from fewbit._plan_json import how_to_dict
+from fewbit.boxes import is_box, unboxed
 from fewbit.calls import key_name
 from fewbit.io._encoding import KNOWN_DTYPES, Encoding, encoding_of, to_numpy
 from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unboxed
 from fewbit.qarray import HowToQuantize, PanelArray, QArray, WithAux, unpack
 from fewbit.static_scales import QuantizedParams
 

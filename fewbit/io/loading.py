@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 
 from fewbit._errors import describe
 from fewbit._plan import Plan
+from fewbit.boxes import is_box, unbox_parts, unboxed
 from fewbit.io._folder import manifest_bytes
 from fewbit.io._manifest import FILE, Manifest, from_bytes
 from fewbit.io._read_leaf import LeafReader, Placement
@@ -22,7 +23,6 @@ from fewbit.io.errors import CheckpointError
 from fewbit.io.inspecting import CheckpointInfo, info_of
 from fewbit.io.safetensors_file import SafetensorsFile
 from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
 
 _MSG_LAYOUT = (

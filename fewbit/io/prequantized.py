@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from fewbit._errors import describe
 from fewbit._plan import Plan
+from fewbit.boxes import is_box
 from fewbit.calls import key_name
 from fewbit.io.prequantized_leaf import PARTS, fitted
 from fewbit.io.read_checkpoint import ForeignCheckpoint
 from fewbit.layouts import for_kernels
-from fewbit.params import is_box
 from fewbit.qarray import QArray, WithAux, abstract_quantized
 from fewbit.qarray import pack as pack_codes
 from fewbit.static_scales import QuantizedParams

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit._errors import describe
+from fewbit.boxes import is_box, rebox, unbox_parts, unboxed
 from fewbit.numerics import format_of, qtype_name
-from fewbit.params import is_box, rebox, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, dequantize
 from fewbit.qarray import unpack as unpack_codes
 

@@ -18,11 +18,11 @@ from fewbit._plan_adapter import AdapterPlan
 from fewbit.adapter_init import check_leaf, check_plan
 from fewbit.adapter_run import check_adapters
 from fewbit.adapter_trees import leaves_by_path, map_leaves, split_adapters
+from fewbit.boxes import box_parts, is_box, unbox_parts, unboxed
 from fewbit.layouts import for_kernels
 from fewbit.models import is_nnx
 from fewbit.modes.ptq import PtqProvider
 from fewbit.numerics import qtype_name
-from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux, dequantize, quantize_with
 from fewbit.rules import LoraRule, QuantizationRule
 

@@ -13,12 +13,12 @@ from fewbit._atomic import write_atomically
 from fewbit._plan_adapter import AdapterPlan
 from fewbit.adapter_init import check_plan
 from fewbit.adapter_run import check_adapters
+from fewbit.boxes import is_box, unboxed
 from fewbit.io._safetensors_header import dtype_name
 from fewbit.io.safetensors_file import SafetensorsWriter
 from fewbit.lora import peft_names
 from fewbit.lora.selecting import adapters as adapters_in
 from fewbit.models import is_nnx
-from fewbit.params import is_box, unboxed
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CONFIG_KEY = "fewbit.adapter_config"  # also inside the tensors' file: the two belong together

@@ -13,8 +13,8 @@ from flax import serialization
 
 from fewbit._errors import describe
 from fewbit._qarray_panels import repack
+from fewbit.boxes import is_box, unboxed
 from fewbit.numerics import qtype_name
-from fewbit.params import is_box, unboxed
 from fewbit.qarray import PanelArray, QArray, WithAux, pack, unpack
 
 _PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")

@@ -20,12 +20,12 @@ from fewbit import current
 from fewbit._plan import Plan
 from fewbit.adapter_run import DROPOUT
 from fewbit.adapter_trees import put_adapters, split_adapters, weight_of
+from fewbit.boxes import box_parts, is_box, unbox_parts, unboxed
 from fewbit.calls import Cache, Call, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
 from fewbit.learned_scales import split_learned
 from fewbit.models.planning import FloatRun, plan_runs
-from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
 from fewbit.static_scales import NOISE, STREAM, ScaleName, insert, split_scales
 from fewbit.training.histories import COLLECTION

@@ -129,8 +129,8 @@ MAKERS = {
 
 def numbers(tree):
     """{path: flat list} of the float leaves of a tree, quantized ones decoded."""
+    from fewbit.boxes import is_box, unbox_parts, unboxed
     from fewbit.io._tree import map_leaves
-    from fewbit.params import is_box, unbox_parts, unboxed
 
     found = {}
 
