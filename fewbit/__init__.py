@@ -32,12 +32,9 @@ from fewbit.layouts import pack as pack
 from fewbit.layouts import unpack as unpack
 from fewbit.models import plan as plan
 from fewbit.models import quantize_model as quantize_model
-from fewbit.models.adapted import apply_lora_to_model as apply_lora_to_model
-from fewbit.modes.lora import LoraProvider as LoraProvider
 from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
 from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
 from fewbit.modes.ptq import PtqProvider as PtqProvider
-from fewbit.modes.qt import QtProvider as QtProvider
 from fewbit.ops import conv_general_dilated as conv_general_dilated
 from fewbit.ops import dot as dot
 from fewbit.ops import dot_general as dot_general
@@ -79,20 +76,23 @@ if (
     from fewbit.lora.merging import merge_lora as merge_lora
     from fewbit.lora.peft_reading import load_adapters as load_adapters
     from fewbit.lora.peft_writing import save_adapters as save_adapters
+    from fewbit.models.adapted import apply_lora_to_model as apply_lora_to_model
     from fewbit.models.converting import to_ptq as to_ptq
     from fewbit.models.learning import add_learned_scales as add_learned_scales
     from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
     from fewbit.models.linen_drop_in import QtEinsum as QtEinsum
+    from fewbit.modes.lora import LoraProvider as LoraProvider
+    from fewbit.modes.qt import QtProvider as QtProvider
     from fewbit.observed import Statistics as Statistics
     from fewbit.observers import Observer as Observer
     from fewbit.observers import register_observer as register_observer
     from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
     from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
     from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
-    from fewbit.training.conv_qt import conv_general_qt as conv_general_qt
-    from fewbit.training.dot_general_qt import dot_general_qt as dot_general_qt
-    from fewbit.training.einsum_qt import einsum_qt as einsum_qt
-    from fewbit.training.ragged_dot_qt import ragged_dot_qt as ragged_dot_qt
+    from fewbit.training.conv_products import conv_general_qt as conv_general_qt
+    from fewbit.training.dot_products import dot_general_qt as dot_general_qt
+    from fewbit.training.einsum_products import einsum_qt as einsum_qt
+    from fewbit.training.ragged_products import ragged_dot_qt as ragged_dot_qt
 
 
 def __dir__() -> list[str]:

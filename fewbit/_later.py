@@ -95,8 +95,12 @@ MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hi
 # Names with a home that is loaded on first use, because it needs a framework or is rarely wanted.
 LAZY = {
     "float_params": ("fewbit.models.nnx", "float_params"),
+    "QtProvider": ("fewbit.modes.qt", "QtProvider"),
+    "LoraProvider": ("fewbit.modes.lora", "LoraProvider"),
+    "apply_lora_to_model": ("fewbit.models.adapted", "apply_lora_to_model"),
     "to_ptq": ("fewbit.models.converting", "to_ptq"),
     "add_learned_scales": ("fewbit.models.learning", "add_learned_scales"),
+    "AmaxHistory": ("fewbit.models.nnx_calls", "AmaxHistory"),
     "QuantStat": ("fewbit.models.nnx_calls", "QuantStat"),
     "debug": ("fewbit.debug", None),
     "training": ("fewbit.training", None),

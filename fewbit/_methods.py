@@ -12,6 +12,7 @@ from fewbit.numerics import QType, format_of, get_asymmetric_bound, get_symmetri
 
 MSE_STEPS = 50
 LSQ = "lsq"  # a start of learned scales: twice the mean magnitude over the root of the largest code
+HISTORY_LENGTH = 1024
 
 _SPELLINGS = {
     "absmax": "'absmax' or 'absmax,<factor>'",
@@ -21,6 +22,7 @@ _SPELLINGS = {
     "percentile": "'percentile,<p>' with p in (0, 100], for example 'percentile,99.9'",
     "mse": "'mse' or 'mse,<steps>'",
     "learned": "'learned' or 'learned,<start>', for example 'learned,mse' or 'learned,lsq'",
+    "delayed": "'delayed' or 'delayed,<history length>', in a QtRule",
 }
 
 _MSG_START = (
@@ -54,7 +56,7 @@ class Method:
     @property
     def per_tensor(self) -> bool:
         """Whether one range serves the whole array whatever the granularity asked for."""
-        return self.name == "fixed"
+        return self.name in ("fixed", "delayed")
 
     @property
     def clips(self) -> bool:
@@ -104,6 +106,11 @@ def check_method(method: str | Method, qtype: QType) -> None:
     row = format_of(qtype)
     if method.learned:
         _check_learned_format(row)
+    if row.kind == "sign" and method.name == "delayed":
+        raise ValueError(
+            f"Format {row.name} has the mean magnitude for its scale, but 'delayed' keeps the "
+            "largest. Use 'absmax'."
+        )
     if row.kind == "sign" and not method.asymmetric:
         return
     if method.asymmetric:
@@ -112,8 +119,8 @@ def check_method(method: str | Method, qtype: QType) -> None:
         get_symmetric_bound(row)
     if method.per_tensor and row.tile is not None:
         raise ValueError(
-            f"Format {row.name} needs a scale for each tile of {row.tile}, but 'fixed' gives one "
-            "range for the whole array. Use 'absmax'."
+            f"Format {row.name} needs a scale for each tile of {row.tile}, but {method.name!r} "
+            "gives one range for the whole array. Use 'absmax'."
         )
 
 
@@ -209,6 +216,29 @@ def _mse(method: str, args: tuple[float, ...]) -> Method:
     return Method("mse", (steps,))
 
 
+def _delayed(method: str, args: tuple[float, ...]) -> Method:
+    _at_most(method, args, 1)
+    length = args[0] if args else HISTORY_LENGTH
+    if length < 1 or length != int(length):
+        raise ValueError(
+            f"Unsupported calibration: {method}. The length of the history must be a whole number, "
+            "at least 1."
+        )
+    return Method("delayed", (length,))
+
+
+def history_length(method: str | None) -> int | None:
+    """How many steps a delayed method remembers; None for any other method.
+
+    >>> history_length('delayed,16'), history_length('delayed'), history_length('absmax')
+    (16, 1024, None)
+    """
+    if method is None:
+        return None
+    parsed = parse_method(method)
+    return int(parsed.args[0]) if parsed.name == "delayed" else None
+
+
 _READERS = {
     "absmax": _factor,
     "minmax": _factor,
@@ -216,4 +246,5 @@ _READERS = {
     "fixed": _fixed,
     "percentile": _percentile,
     "mse": _mse,
+    "delayed": _delayed,
 }

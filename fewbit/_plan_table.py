@@ -133,8 +133,8 @@ def _row(
     leaf = leaves.get(site.weight) if site.weight is not None else None
     shape = leaf.shape if leaf else _weight_shape(planned)
     types = f"{planned.weight_qtype or '-'} x {planned.act_qtype or '-'}"
-    if planned.act_mode == "static":
-        types += " static"
+    if planned.act_mode in ("static", "delayed"):
+        types += f" {planned.act_mode}"
     shown = planned.quantized or adapter is not None
     if adapter is not None:
         types += f" + r{adapter.rank}"

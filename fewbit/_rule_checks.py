@@ -29,6 +29,12 @@ _SCALE_ALIASES = {
     "f64": "float64",
 }
 
+_MSG_DELAYED = (
+    "{where}: {field}={value!r} takes the range from the steps before, which only training under a "
+    "QtProvider remembers. Write QtRule(..., {field}={value!r}) to train, and fewbit.to_ptq(...) "
+    "to serve what was trained; otherwise use 'absmax'."
+)
+
 T = TypeVar("T")
 Tile = int | float | None
 
@@ -219,11 +225,17 @@ _MSG_LEARNED = (
 
 
 def check_calibration(
-    where: str, field: str, value: Any, qtype: Any, learned: bool = False
+    where: str,
+    field: str,
+    value: Any,
+    qtype: Any,
+    learned: bool = False,
+    remembers: bool = False,
 ) -> str | None:
     """A calibration method that the type, where there is one, can express.
 
-    `learned` tells whether the field is one whose scale can be a parameter.
+    `learned` tells whether the field is one whose scale can be a parameter; 'delayed' is for what
+    `remembers` the steps before.
     """
     if value is None:
         if qtype is not None:
@@ -239,6 +251,8 @@ def check_calibration(
         instead = "mse" if method.start in ("", "lsq") else method.start
         text = dict(where=where, field=field, value=value, instead=instead)
         raise ValueError(_MSG_LEARNED.format(**text))
+    if method.name == "delayed" and not remembers:
+        raise ValueError(_MSG_DELAYED.format(where=where, field=field, value=value))
     if qtype is not None:
         _placed(f"{where}: {field}={value!r} with {qtype_name(qtype)}", check_method, value, qtype)
     return value

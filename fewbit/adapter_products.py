@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit.adapter_run import SiteAdapter
 from fewbit.qarray import QArray, dequantize
@@ -40,9 +42,22 @@ def add_to_product(
     a = a.reshape(*many(batch), *many(inner), rank)
     b = b.reshape(*many(batch), rank, *many(outer))
     kept = "".join(c for c in x_word if c in result) + r
-    low = jnp.einsum(f"{x_word},{''.join([*batch, *inner])}{r}->{kept}", x, a, precision=precision)
+    low_spec = f"{x_word},{''.join([*batch, *inner])}{r}->{kept}"
+    low = jnp.einsum(low_spec, x, a, precision=precision, out_sharding=_kept_axes(x, x_word, kept))
     spec = f"{kept},{''.join(batch)}{r}{''.join(outer)}->{result}"
     return out + adapter.scaled(jnp.einsum(spec, low, b, **options))
+
+
+def _kept_axes(x: Any, word: str, kept: str) -> Any:
+    """On an explicit mesh a sum over a split axis has to say how its result lies: as `x` does."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.mesh.axis_names or not sharding.mesh.are_all_axes_explicit:
+        return None
+    axes = dict(
+        zip(word, (*sharding.spec, *[None] * (len(word) - len(sharding.spec))), strict=True)
+    )
+    spec = PartitionSpec(*(axes.get(letter) for letter in kept))
+    return NamedSharding(sharding.mesh, spec)
 
 
 def add_to_conv(

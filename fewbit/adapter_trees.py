@@ -11,6 +11,7 @@ from fewbit.beside import owner_of, put_beside, split_beside
 from fewbit.calls import key_name
 from fewbit.engine import is_stored
 from fewbit.params import is_box
+from fewbit.static_scales import QuantizedParams
 
 SUFFIXES = (LORA_A, LORA_B)
 
@@ -30,6 +31,12 @@ def split_adapters(tree: Any) -> tuple[Any, dict[str, Any]]:
     >>> split_adapters({'up': {'w': 1, 'w_lora_a': 2, 'w_lora_b': 3}})
     ({'up': {'w': 1}}, {'up/w_lora_a': 2, 'up/w_lora_b': 3})
     """
+    if isinstance(tree, LoraParams) and isinstance(tree.params, QuantizedParams):
+        rest, found = split_adapters(tree.params)
+        return split_beside(LoraParams(rest, {**tree.adapters, **found}), SUFFIXES)
+    if isinstance(tree, QuantizedParams):
+        rest, found = split_adapters(tree.params)
+        return QuantizedParams(rest, tree.act_scales), found
     return split_beside(tree, SUFFIXES)
 
 
@@ -39,12 +46,18 @@ def put_adapters(tree: Any, adapters: Mapping[str, Any]) -> Any:
     >>> put_adapters({'up': {'w': 1}}, {'up/w_lora_a': 2})
     {'up': {'w': 1, 'w_lora_a': 2}}
     """
+    if isinstance(tree, QuantizedParams) and adapters:
+        inner = put_adapters(tree.params, adapters)
+        if isinstance(inner, LoraParams):
+            return LoraParams(QuantizedParams(inner.params, tree.act_scales), inner.adapters)
+        return QuantizedParams(inner, tree.act_scales)
     return put_beside(tree, adapters, SUFFIXES)
 
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Every leaf of a tree by its path; a quantized or boxed one is one leaf."""
-    tree = tree.params if isinstance(tree, LoraParams) else tree
+    while isinstance(tree, LoraParams | QuantizedParams):
+        tree = tree.params
     flat, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: is_stored(x) or is_box(x)
     )
@@ -55,6 +68,8 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any) -> Any:
     """A tree with `function(path, leaf)` for each leaf."""
     if isinstance(tree, LoraParams):
         return LoraParams(map_leaves(function, tree.params), tree.adapters)
+    if isinstance(tree, QuantizedParams):
+        return QuantizedParams(map_leaves(function, tree.params), tree.act_scales)
     return jax.tree_util.tree_map_with_path(
         lambda key, value: function(key_name(key), value),
         tree,

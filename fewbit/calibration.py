@@ -15,6 +15,7 @@ from fewbit._histograms import MSE_RANGE
 from fewbit._how import HowToQuantize, get_tile_shape
 from fewbit._methods import Method as Method
 from fewbit._methods import check_method as check_method
+from fewbit._methods import history_length as history_length
 from fewbit._methods import parse_method as parse_method
 from fewbit._methods import start_method as start_method
 from fewbit._scales import compute_scale_zero_point as compute_scale_zero_point
@@ -22,7 +23,7 @@ from fewbit._scales import compute_scales as compute_scales
 from fewbit._scales import units, values
 from fewbit._statistics import SimpleMovingAverage as SimpleMovingAverage
 from fewbit.numerics import convert_to, format_of, should_quantize, wider
-from fewbit.tiling import reduce_tiles, scale_dims
+from fewbit.tiling import reduce_tiles
 
 Calibration = dict[str, jax.Array]
 
@@ -30,6 +31,10 @@ _MSG_LEARNED = (
     "calibration_method={method!r}: a learned scale is a parameter that training fits, and cannot "
     "be told from an array alone. Train with QtProvider([QtRule(weight_calibration_method="
     "'learned', ...)]) and convert with fewbit.to_ptq, or write 'mse'."
+)
+_MSG_DELAYED = (
+    "{method!r} takes the range from the steps before, and an array alone has none. Use 'absmax' "
+    "here; a QtRule of a model that trains may say 'delayed'."
 )
 
 
@@ -50,6 +55,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
     check_method(method, how.qtype)
     if method.learned:
         raise ValueError(_MSG_LEARNED.format(method=how.calibration_method))
+    if method.name == "delayed":
+        raise ValueError(_MSG_DELAYED.format(method=how.calibration_method))
     tile_shape = get_tile_shape(array.shape, how)
     # Sums of 16-bit numbers are made in float32, or they would depend on what XLA fuses.
     wide = array.astype(wider(array.dtype, jnp.float32))
@@ -127,6 +134,6 @@ def _search(
 
     factors = jnp.linspace(*MSE_RANGE, steps, dtype=wide)
     # The search starts from absmax itself and moves only to what is strictly better.
-    start = error(jnp.ones((), wide)), jnp.ones(scale_dims(array.shape, tile_shape), wide)
-    _, factor = jax.lax.fori_loop(0, steps, step, start)
+    least = error(jnp.ones((), wide))
+    _, factor = jax.lax.fori_loop(0, steps, step, (least, jnp.ones_like(least)))
     return absmax * factor.astype(absmax.dtype)

@@ -21,7 +21,9 @@ class CurrentSite:
     `static` holds (scale, zero point or None) for each operand that has a stored scale. `finish` is
     the bias (or None) and the activation (or None) that are wanted of the product itself. `noise`
     is the key of the Site's stochastic rounding, `planning` tells that the run is an abstract one,
-    and `adapter` is the low-rank adapter of the Site's weight, if that has one.
+    `weight` is the operand that is a parameter, `adapter` its low-rank adapter, if it has one, and
+    `delayed` the ranges of the steps before, of operands ('lhs', 'rhs') and of the gradient
+    ('grad').
     """
 
     site: Site
@@ -31,7 +33,9 @@ class CurrentSite:
     finish: tuple[Any, str | None] = (None, None)
     noise: Any = None
     planning: bool = False
+    weight: int | None = None
     adapter: Any = None
+    delayed: Mapping[str, Any] = field(default_factory=dict)
 
 
 _provider: ContextVar[Any] = ContextVar("fewbit_provider", default=None)

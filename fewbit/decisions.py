@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewbit._plan_messages import Complaint, PlanError
-from fewbit.calibration import parse_method
+from fewbit.calibration import history_length, parse_method
 from fewbit.numerics import format_of, qtype_name, should_quantize
 from fewbit.ops import granularity, panel_conv
 from fewbit.provenance import (
@@ -133,19 +133,22 @@ def weight_operand(ts: TracedSite) -> int | None:
     return next((k for k in sides if isinstance(ts.sources[k], Origin)), None)
 
 
-def request(ts: TracedSite, rule: QuantizationRule) -> Request | None:
-    """How the Site's weight would be stored, in the axes of its parameter."""
+def request(ts: TracedSite, rule: QuantizationRule, per_tensor: bool = False) -> Request | None:
+    """How the Site's weight would be stored, in the axes of its parameter.
+
+    `per_tensor` shares the scale within each layer.
+    """
     side = weight_operand(ts)
     if side is None or rule.weight_qtype is None:
         return None
     origin: Origin = ts.sources[side]  # type: ignore[assignment]
     fields = dict(
         qtype=rule.weight_qtype,
-        calibration_method=rule.weight_calibration_method,
+        calibration_method=_measured(rule.weight_calibration_method),
         scale_dtype=rule.scale_dtype,
     )
     fields |= forward_changes(rule, side)
-    shared = fields.pop("disable_channelwise_axes", False)
+    shared = fields.pop("disable_channelwise_axes", False) or per_tensor
     tile = fields.pop("tile_size", rule.tile_size)
     place = f"{ts.site.id} ({_shape(origin.leaf_shape)} parameter '{origin.leaf}')"
     try:
@@ -214,9 +217,31 @@ def activation_fields(rule: QuantizationRule, side: int) -> dict[str, Any]:
     fields = dict(
         qtype=rule.act_qtype,
         tile_size=rule.tile_size,
-        calibration_method=rule.act_calibration_method or "absmax",
+        calibration_method=_measured(rule.act_calibration_method or "absmax"),
     )
     return fields | forward_changes(rule, side)
+
+
+def _measured(method: str) -> str:
+    """The method by which an array itself is measured: what is delayed is its largest value."""
+    return "absmax" if history_length(method) is not None else method
+
+
+def remembered(rule: QuantizationRule, side: int | None, is_weight: bool = False) -> int | None:
+    """The history length of one operand of a Site, or of its gradient (side None), if it has one.
+
+    What `additional_qt_config` says of an operand goes before the rule's own method.
+    """
+    if not isinstance(rule, QtRule):
+        return None
+    if side is None:
+        return history_length(rule.bwd_calibration_method) if rule.bwd_qtype is not None else None
+    fields = forward_changes(rule, side)
+    qtype = fields.get("qtype", rule.weight_qtype if is_weight else rule.act_qtype)
+    if qtype is None or "calibration_method" in fields:
+        return None
+    method = rule.weight_calibration_method if is_weight else rule.act_calibration_method
+    return history_length(method)
 
 
 _FORWARD = ("qtype", "calibration_method", "disable_channelwise_axes")

@@ -6,11 +6,12 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fewbit import current
 from fewbit.adapter_run import Adapters, check_adapters
@@ -29,8 +30,16 @@ from fewbit.stored_checks import check_something, check_stored, say_once_if_unpa
 from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
 from fewbit.trained import trained_values
+from fewbit.trained_histories import (
+    HistoryPlan,
+    check_histories,
+    delayed_weights,
+    empty_histories,
+    planned_histories,
+)
 from fewbit.trained_statistics import added as added_statistics
 from fewbit.trained_statistics import range_tap
+from fewbit.training.delayed import anchored, ranges_of
 from fewbit.training.learned import QSCALE
 from fewbit.weight import Weight, is_weight, plain, without_gradient
 
@@ -196,16 +205,18 @@ class Runner:
     def interpret(self, tree: Any) -> Any:
         """Trace, decide, run: what is jitted. All but the arrays' values happens at trace time."""
         traced, decisions = self.ready(tree)
-        values = self.run_values(traced, decisions)
-        outs = self.run(traced.program, decisions, values, traced.scales)[0]
+        values, scales, ranges = self.run_values(traced, decisions)
+        outs = self.run(traced.program, decisions, values, scales)[0]
+        outs = reaching(outs, traced.forwarded, ranges)
         return self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
 
     def interpret_collecting(self, tree: Any) -> tuple[Any, dict[str, Any]]:
         """As `interpret`, and the statistics of static scales with this batch, by name."""
         traced, decisions = self.ready(tree)
-        values, scales = self.run_values(traced, decisions), traced.scales
+        values, scales, ranges = self.run_values(traced, decisions)
         interpreter = self.interpreter(traced.program, decisions, scales, collecting=True)
         outs, readings = interpreter.run_tapped(traced.program.root, values)
+        outs = reaching(outs, traced.forwarded, ranges)
         out = self.finish(traced, outs, jax.tree.leaves(tree, is_leaf=is_stored))
         return out, added_statistics(scales, readings)
 
@@ -215,12 +226,48 @@ class Runner:
             return self.interpret_collecting(tree)
         return self._compiled_collecting(tree)
 
-    def run_values(self, traced: Traced, decisions: dict[str, Decision]) -> Sequence[Any]:
-        """What is run: while training, each float weight has the codes that products see."""
+    def run_values(
+        self, traced: Traced, decisions: dict[str, Decision]
+    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
+        """What is run, what rides beside it, and the ranges of histories among that.
+
+        While training, each float weight has the codes that products see.
+        """
         if not self.provider.trains:
-            return traced.values
+            return traced.values, traced.scales, {}
         requests = storage([traced.program], [decisions], lambda message: None)
-        return trained_values(traced.values, traced.leaves, requests, traced.learned)
+        plans = self.histories(traced.program, decisions, requests)
+        return self.trained_inputs(
+            traced.values, traced.leaves, requests, plans, traced.scales, traced.learned
+        )
+
+    def trained_inputs(
+        self,
+        values: Sequence[Any],
+        leaves: Sequence[Leaf | None],
+        requests: Mapping[str, Request],
+        plans: Mapping[str, HistoryPlan],
+        scales: dict[str, Any],
+        learned: Mapping[str, Any],
+    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, Any]]:
+        ranges = ranges_of({name: scales[name] for name in plans})
+        delayed = delayed_weights(plans, ranges)
+        made = trained_values(values, leaves, requests, learned, delayed)
+        return made, {**scales, **ranges}, ranges
+
+    def histories(
+        self,
+        program: Program,
+        decisions: Mapping[str, Decision],
+        requests: Mapping[str, Request] | None = None,
+    ) -> dict[str, HistoryPlan]:
+        """The histories that delayed scales need, by name."""
+        if not self.provider.delays:
+            return {}
+        if requests is None:
+            requests = storage([program], [dict(decisions)], lambda message: None)
+        gradients = not getattr(self.provider, "emulate", False)
+        return planned_histories(program, decisions, requests, gradients)
 
     def as_traced(self, tree: Any) -> list[Any]:
         """The leaves that the function itself returns for float leaves, no Site replaced."""
@@ -242,6 +289,8 @@ class Runner:
             requests = storage([traced.program], [decisions], lambda message: None)
             strict = self.provider.strict and self.root
             check_learned(traced.leaves, requests, traced.learned, strict)
+        if self.provider.delays:
+            check_histories(self.histories(traced.program, decisions), traced.scales, self.what)
         if self.provider.quantizes_params:
             requests = storage([traced.program], [decisions], lambda message: None)
             if self.root:
@@ -345,12 +394,16 @@ class Runner:
         if self.provider.adapts:
             dtypes = {leaf.path: leaf.dtype for leaf in traced.leaves if leaf}
             scales |= abstract_adapters(planned_adapters([traced.program], [decisions], dtypes))
+        plans = self.histories(traced.program, decisions, requests)
+        scales |= jax.eval_shape(lambda: empty_histories(plans))
 
         learned = abstract_learned(traced.leaves, requests) if trains else {}
 
         def go(values, scales, learned):
             if trains:
-                values = trained_values(values, traced.leaves, requests, learned)
+                values, scales, _ = self.trained_inputs(
+                    values, traced.leaves, requests, plans, scales, learned
+                )
             outs, dequantized = self.run(
                 traced.program,
                 decisions,
@@ -363,6 +416,20 @@ class Runner:
 
         jax.eval_shape(go, values, scales, learned)
         return ran, seen
+
+
+def reaching(
+    outs: Sequence[Any], forwarded: Sequence[int | None], ranges: dict[str, Any]
+) -> list[Any]:
+    """Results through whose gradients every history is reached; inputs handed through are not."""
+    outs = list(outs)
+    if not ranges:
+        return outs
+    for k, source in enumerate(forwarded):
+        out = plain(outs[k])
+        if source is None and jnp.issubdtype(jax.typeof(out).dtype, jnp.inexact):
+            outs[k] = anchored(out, ranges)
+    return outs
 
 
 def _abstract_weight(leaf: Leaf, how: Any) -> Weight:

@@ -27,6 +27,9 @@ from fewbit.qarray import (
     WithAux,
     abstract_quantized,
     check_finite,
+    compute_scale_zero_point,
+    get_scale_shape,
+    quantize_with_scale_zero_point,
 )
 from fewbit.static_scales import SCALE, QuantizedParams, is_static_scale, name_of_site
 from fewbit.static_statistics import add_scales, is_fixed
@@ -64,6 +67,7 @@ def quantize_params(
     *,
     allow_extra_params: bool = False,
     allow_missing_params: bool = False,
+    weight_absmax: Mapping[str, Any] | None = None,
 ) -> Any:
     """The same tree with each planned leaf as `WithAux(QArray)`; other leaves pass through.
 
@@ -77,6 +81,9 @@ def quantize_params(
     For a plain function they are `{'<site id>': {'lhs': statistic}}`, and the result is
     `QuantizedParams`. Without `quant_stats` only weights are quantized (and ranges that a rule
     fixes are added).
+
+    `weight_absmax` has symmetric ranges for leaves, by path, that are not measured but known, as
+    those of a training with delayed scales; each broadcasts to the leaf's scales.
 
     >>> import fewbit, jax.numpy as jnp
     >>> params = {'w': jnp.linspace(-1, 1, 12).reshape(3, 4), 'b': jnp.zeros((1, 4))}
@@ -92,9 +99,12 @@ def quantize_params(
             "quantize_params(params, plan)."
         )
     template = _Template(abstract_quantized_params, allow_extra_params)
+    known = weight_absmax or {}
     if isinstance(params, LoraParams) and not template.learns:
-        allowed = dict(
-            allow_extra_params=allow_extra_params, allow_missing_params=allow_missing_params
+        allowed: dict[str, Any] = dict(
+            allow_extra_params=allow_extra_params,
+            allow_missing_params=allow_missing_params,
+            weight_absmax=weight_absmax,
         )
         rest = quantize_params(params.params, abstract_quantized_params, quant_stats, **allowed)
         return LoraParams(rest, params.adapters)
@@ -114,7 +124,7 @@ def quantize_params(
         how, shape, boxed = found
         if how is None or shape is None:
             return _kept(path, value, shape)
-        return _quantized(path, value, how, shape, boxed, learned=learned)
+        return _quantized(path, value, how, shape, boxed, learned=learned, absmax=known.get(path))
 
     result = jax.tree_util.tree_map_with_path(
         leaf, params, is_leaf=lambda x: _is_box(x) or isinstance(x, WithAux | QArray)
@@ -300,6 +310,7 @@ def _quantized(
     boxed: Any,
     measured: HowToQuantize | None = None,
     learned: Mapping[str, Any] = {},
+    absmax: Any = None,
 ) -> Any:
     box = value if _is_box(value) else None
     array = unboxed(box) if box is not None else value
@@ -322,6 +333,10 @@ def _quantized(
     if isinstance(array, jax.ShapeDtypeStruct):
         q = abstract_quantized(array, how)
         q = for_kernels(q, how) if packs else q
+    elif absmax is not None:
+        q = _with_absmax(jnp.asarray(array), absmax, how)
+        warn_clamped(q.scale, path, stacklevel=5)
+        q = for_kernels(q, how) if packs else q
     elif is_learned(how):
         scale = trained_scale(path, shape, how, learned)
         scale = unboxed(scale) if _is_box(scale) else scale
@@ -334,6 +349,12 @@ def _quantized(
         q, scale = store(jnp.asarray(array), how, measured)
         warn_clamped(scale, path, stacklevel=5)
     return WithAux(rebox(q, None if boxed is _WHOLE else boxed, box), how)
+
+
+def _with_absmax(array: jax.Array, absmax: Any, how: HowToQuantize) -> QArray:
+    edges = {"absmax": jnp.broadcast_to(absmax, get_scale_shape(array.shape, how))}
+    scale, _ = compute_scale_zero_point(edges, how.qtype, how.scale_dtype or array.dtype)
+    return quantize_with_scale_zero_point(array, how.qtype, scale)
 
 
 def warn_clamped(scale: Any, path: str, stacklevel: int = 2) -> None:

@@ -22,6 +22,7 @@ from fewbit.decisions import (
     Request,
     decide,
     granularity_text,
+    remembered,
     storage,
     weight_operand,
     why_no_weight,
@@ -175,7 +176,7 @@ def _row(
             reason=reason,
         )
     act = None if rule.act_qtype is None else qtype_name(rule.act_qtype)
-    mode = None if act is None else ("static" if static_sides(ts, rule) else "dynamic")
+    mode = None if act is None else _act_mode(ts, rule)
     text = granularity_text(stored.how) if stored else _act_granularity(rule)
     dlhs, drhs = provider.gradient_products(ts, rule, stored)
     return SitePlan(
@@ -191,6 +192,13 @@ def _row(
         dlhs=dlhs,
         drhs=drhs,
     )
+
+
+def _act_mode(ts: TracedSite, rule: QuantizationRule) -> str:
+    if static_sides(ts, rule):
+        return "static"
+    sides = [k for k in (0, 1) if ts.sources[k] is None]
+    return "delayed" if any(remembered(rule, side) for side in sides) else "dynamic"
 
 
 def _what_it_is(ts: TracedSite) -> str:

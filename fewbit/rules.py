@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 
+from fewbit._methods import history_length
 from fewbit._rule_checks import (
     FrozenMapping,
     check_axes,
@@ -34,6 +35,21 @@ _MSG_STATIC_WITHOUT_TYPE = (
     "Invalid rule: act_static_scale is set to {value} but act_qtype is None. Please either unset "
     "act_static_scale, or set act_qtype to the type that the static scale is for, "
     "such as act_qtype='int8'. The rule is {where}."
+)
+
+_MSG_NO_PRODUCT = (
+    "{where}: bwd_qtype={qtype!s}, but a look-up ('take') has no gradient product that could be "
+    "quantized: its gradient is added to the rows that were read. Leave bwd_qtype out, or name the "
+    "products it is for: op_names=('dot_general', 'einsum')."
+)
+_MSG_DELAYED_TILE = (
+    "{where}: {method}={value!r} gives one range for the whole array, but {tile}={size!r} asks for "
+    "one per tile. Leave {tile} out, or write {method}='absmax'."
+)
+_MSG_DELAYED_STATIC = (
+    "{where}: act_calibration_method={value!r} makes the scales from the steps before, and "
+    "act_static_scale=True from statistics of all of them. Leave act_static_scale out: "
+    "fewbit.to_ptq makes a delayed scale static."
 )
 
 # One object per name: rules compare, hash and save their initializers by identity.
@@ -68,6 +84,7 @@ class QuantizationRule:
     """
 
     kind: ClassVar[str] = "quantization"
+    remembers: ClassVar[bool] = False  # whether 'delayed' is among its calibration methods
 
     module_path: str = ".*"
     op_names: Collection[str] = ()
@@ -95,9 +112,10 @@ class QuantizationRule:
             )
         if self.weight_calibration_method is None:
             raise TypeError(f"{where}: weight_calibration_method is None. Write 'absmax'.")
-        learns = isinstance(self, QtRule)
-        self._store("weight_calibration_method", check_calibration, self.weight_qtype, learns)
-        self._store("act_calibration_method", check_calibration, self.act_qtype)
+        trains, known = isinstance(self, QtRule), self.remembers
+        weight, act = self.weight_qtype, self.act_qtype
+        self._store("weight_calibration_method", check_calibration, weight, trains, known)
+        self._store("act_calibration_method", check_calibration, act, False, known)
         self._store("act_batch_axes", check_axes)
         self._store("scale_dtype", check_scale_dtype, self.weight_qtype)
         self._store("act_static_reduction", check_choice, ("range", "mean"))
@@ -162,6 +180,7 @@ class QtRule(QuantizationRule):
     """
 
     kind: ClassVar[str] = "qt"
+    remembers: ClassVar[bool] = True
 
     bwd_qtype: Any = None
     bwd_calibration_method: str = "absmax"
@@ -174,14 +193,50 @@ class QtRule(QuantizationRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._store("bwd_qtype", check_qtype)
+        if self.bwd_qtype is not None and set(self.op_names) == {"take"}:
+            raise ValueError(_MSG_NO_PRODUCT.format(where=self._where(), qtype=self.bwd_qtype))
         if self.bwd_calibration_method is None:
             raise TypeError(f"{self._where()}: bwd_calibration_method is None. Write 'absmax'.")
-        self._store("bwd_calibration_method", check_calibration, self.bwd_qtype)
+        self._store("bwd_calibration_method", check_calibration, self.bwd_qtype, False, True)
         self._store("bwd_weight_grad_tile_size", check_tile, (self.bwd_qtype,))
         self._store("disable_channelwise_axes", check_bool)
         self._store("bwd_stochastic_rounding", check_choice, ("uniform", "low_bit_uniform"))
         self._store("channelwise_noise_axes", check_axes)
         self._store("additional_qt_config", _check_qt_config)
+        self._check_delayed()
+
+    @property
+    def delays(self) -> bool:
+        """Whether one of its ranges comes from a history.
+
+        >>> QtRule(weight_qtype="int8", act_qtype="int8", act_calibration_method="delayed").delays
+        True
+        """
+        methods = (
+            self.weight_calibration_method,
+            self.act_calibration_method,
+            self.bwd_calibration_method,
+        )
+        return any(history_length(method) is not None for method in methods)
+
+    def _check_delayed(self) -> None:
+        tiles = {
+            "weight_calibration_method": "tile_size",
+            "act_calibration_method": "tile_size",
+            "bwd_calibration_method": "bwd_weight_grad_tile_size",
+        }
+        for method, tile in tiles.items():
+            value, size = getattr(self, method), getattr(self, tile)
+            if history_length(value) is not None and size is not None:
+                where = self._where()
+                raise ValueError(
+                    _MSG_DELAYED_TILE.format(
+                        where=where, method=method, value=value, tile=tile, size=size
+                    )
+                )
+        value = self.act_calibration_method
+        if self.act_static_scale and history_length(value) is not None:
+            raise ValueError(_MSG_DELAYED_STATIC.format(where=self._where(), value=value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)

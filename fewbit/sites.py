@@ -13,8 +13,11 @@ from fewbit.adapter_run import Adapters
 from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.static_run import StaticScales
+from fewbit.static_scales import SIDES, name_at
 from fewbit.trace import TracedSite, product_letters
+from fewbit.trained_histories import GRADIENT
 from fewbit.trained_statistics import scales_of_step
+from fewbit.training.delayed import SUFFIX
 from fewbit.training.paired import Paired
 from fewbit.weight import TrainedWeight, Weight, is_weight, plain
 from fewbit.weight_moves import MOVES, with_twins
@@ -68,7 +71,9 @@ class SiteRunner:
             finish,
             noise_key(self.static.noise, site.id, operands[:2]),
             self.planning,
+            stored,
             self.adapters.at(ts),
+            self.delayed(ts) if self.provider.delays else {},
         )
         with current.at_site(here), jax.named_scope(site.path or site.op):
             try:
@@ -86,6 +91,17 @@ class SiteRunner:
             decision = self.decisions[ts.site.id]
             return scales_of_step(self.static, ts, decision, operands, self.collecting)
         return {}
+
+    def delayed(self, ts: TracedSite) -> dict[str, Any]:
+        """The ranges of the steps before, of the layer that is being run."""
+        names = {s: name_at(ts.site.path, ts.site.op_id, s) + SUFFIX for s in (*SIDES, GRADIENT)}
+        found = {side: self.static.of_layer(ts, name) for side, name in names.items()}
+        stored = weight_operand(ts)
+        return {
+            side: value
+            for side, value in found.items()
+            if value is not None and (stored is None or side != SIDES[stored])
+        }
 
     def reporter(self, site_id: str, method: Callable[..., Any]) -> Callable[[str], None]:
         """Where the op says what ran it; a user's own method is named with it."""

@@ -65,7 +65,7 @@ def check_stored(
         if read is None or read not in stored or read in requests or ts.site.op == "take":
             continue  # a table stored for another method's logits is read as it is
         rule = None if index is None else provider.rules[index]
-        if rule is not None and not rule.switched_off:
+        if rule is not None and rule.weight_qtype is not None:
             continue
         message, weight = _MSG_NO_RULE if rule is None else _MSG_KEPT_FLOAT, stored[read]
         kept = dict(leaf=read, stored=weight.array.qtype, site=ts.site.id)

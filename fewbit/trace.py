@@ -33,6 +33,7 @@ class TracedSite:
     where: Where
     layers: tuple[int, ...] = ()  # lengths of the layer scans around it, outermost first
     in_rule: str | None = None  # the primitive around it whose author wrote the derivative
+    in_shards: bool = False  # inside a shard_map, where arrays are one device's part
 
 
 @dataclass(eq=False)
@@ -105,6 +106,7 @@ class _Walk:
         self.layers: tuple[int, ...] = ()
         self.read: list[tuple[str, str]] = []
         self.in_rule: str | None = None
+        self.in_shards = False
 
     def body(
         self, closed: Any, sources: Sequence[Source], stack: str, trips: int
@@ -192,7 +194,9 @@ class _Walk:
                 _sliced(s, v.aval.shape, name) if isinstance(s, Origin) else s
                 for s, v in zip(ins, inner, strict=True)
             ]
+            around, self.in_shards = self.in_shards, True
             node, outs = self.body(bodies[0], shards, stack, trips)
+            self.in_shards = around
             return (node,), [None] * len(outs)
         outside = self.in_rule
         if name in ("custom_jvp_call", "custom_vjp_call"):
@@ -248,7 +252,7 @@ class _Walk:
             weight_side=None if side is None else ("lhs", "rhs")[side],
             spec=place.einsum or _spec(eqn),
         )
-        return TracedSite(site, eqn, sources, place, self.layers, self.in_rule)
+        return TracedSite(site, eqn, sources, place, self.layers, self.in_rule, self.in_shards)
 
     def path_of(self, place: Where, weight: str | None) -> str:
         if self.site_path == "leaf":

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fewbit.decisions import Leaf, Request
+from fewbit.qarray import HowToQuantize
+from fewbit.trained_histories import delayed_pair
 from fewbit.training.learned import QSCALE, learned_pair
 from fewbit.training.paired import pair
 from fewbit.weight import TrainedWeight
@@ -18,23 +20,34 @@ def trained_values(
     leaves: Sequence[Leaf | None],
     requests: Mapping[str, Request],
     learned: Mapping[str, Any] = {},
+    delayed: Mapping[str, tuple[HowToQuantize, Any]] = {},
 ) -> list[Any]:
     """The inputs of a run, each requested float leaf with its codes.
 
-    `learned` are the scales that are parameters themselves, by name.
+    `learned` are the scales that are parameters themselves, by name; `delayed` tells of leaves
+    whose scales come from the steps before.
     """
     return [
-        _trained(value, leaf.path, requests[leaf.path], learned.get(leaf.path + QSCALE))
+        _trained(
+            value,
+            leaf.path,
+            requests[leaf.path],
+            learned.get(leaf.path + QSCALE),
+            delayed.get(leaf.path),
+        )
         if leaf is not None and leaf.path in requests
         else value
         for value, leaf in zip(values, leaves, strict=True)
     ]
 
 
-def _trained(value: Any, path: str, request: Request, scale: Any) -> TrainedWeight:
+def _trained(value: Any, path: str, request: Request, scale: Any, delayed: Any) -> TrainedWeight:
     own = getattr(request.rule, "additional_qt_config", None) or {}
     clip = not own.get("disable_gradient_clipping", False)
-    if scale is None:
+    if delayed is not None:
+        how, remembered = delayed
+        made = delayed_pair(value, how, remembered, clip=clip)
+    elif scale is None:
         made = pair(value, request.how, clip=clip)
     else:
         made = learned_pair(value, scale, request.how, clip=clip)

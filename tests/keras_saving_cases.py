@@ -242,7 +242,7 @@ def gemma_load(folder):
         "CausalLM": models.CausalLM.from_preset(preset),
     }
     same = {k: np.array_equal(np.asarray(m(tokens)), saved["logits"]) for k, m in ways.items()}
-    same["class"] = all(type(model) is models.Gemma3CausalLM for model in ways.values())
+    same["class"] = all(isinstance(model, models.Gemma3CausalLM) for model in ways.values())
     for cls in (models.Backbone, models.Gemma3Backbone):
         backbone = cls.from_preset(preset)
         layer = backbone.transformer_layers[0].attention.query_dense

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import fewbit
 
@@ -152,6 +153,11 @@ CASES = {
         lambda a, b: np.einsum("gkr,grn->gkn", a, b),
     ),
 }
+
+
+# The others stand for the same code in `make test-all`.
+_QUICK = ("dot", "batched dot", "einsum with a batch axis", "conv HWIO", "ragged dot")
+SOME = [name if name in _QUICK else pytest.param(name, marks=pytest.mark.long) for name in CASES]
 
 
 def lora(function, params, *args, seed=0, **rule):

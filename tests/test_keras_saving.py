@@ -106,7 +106,8 @@ def test_models_keep_their_class(folder):
         for name in ("sequential", "functional", "subclassed", "own_class")
     }
     assert isinstance(loaded["sequential"], keras.Sequential)
-    assert isinstance(loaded["functional"], type(keras.Model(keras.Input((1,)), [])))
+    inputs = keras.Input((1,))
+    assert isinstance(loaded["functional"], type(keras.Model(inputs, inputs)))
     assert isinstance(loaded["subclassed"], cases.Net)
     assert isinstance(loaded["own_class"].layers[0], cases.Scaled)
     assert type(loaded["own_class"].layers[0]).__name__ == "QDynamicScaled"

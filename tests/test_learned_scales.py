@@ -90,10 +90,20 @@ def cases(draw):
     return shape, tuple(tiles), how, draw(st.integers(0, 2**31)), draw(st.booleans())
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(cases())
 def test_gradients_are_those_of_the_surrogate(case):
-    shape, tiles, how, seed, negative = case
+    check_gradients(*case)
+
+
+@pytest.mark.long
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_gradients_are_those_of_the_surrogate_in_many_shapes(case):
+    check_gradients(*case)
+
+
+def check_gradients(shape, tiles, how, seed, negative):
     rng = np.random.default_rng(seed)
     w = rng.normal(size=shape)
     low, high = RANGES[str(how.qtype)]
@@ -112,7 +122,7 @@ def test_gradients_are_those_of_the_surrogate(case):
         pair = learned_pair(w, parameter, how)
         return jnp.sum(pair.array * jnp.asarray(g, jnp.float32))
 
-    grads = jax.grad(loss, (0, 1))(jnp.asarray(w, jnp.float32), parameter)
+    grads = jax.jit(jax.grad(loss, (0, 1)))(jnp.asarray(w, jnp.float32), parameter)
     q = quantize_learned(jnp.asarray(w, jnp.float32), parameter, how)
     codes = np.asarray(q.qvalue.astype(jnp.float32), np.float64)
     dw, ds = derivatives(w, s, tiles, low, high, codes, g)
@@ -174,18 +184,19 @@ def test_a_scale_is_positive_whatever_the_optimizer_did(dtype):
     scale = used_scale(parameter, how, "float32")
     assert scale.dtype == jnp.dtype(dtype) and bool(jnp.all((scale > 0) & jnp.isfinite(scale)))
     assert scale[:2].tolist() == [0.25, 0.25]
-    w = jnp.ones(())
-    for p in parameter:
-        grads = jax.grad(lambda w, p: learned_pair(w, p, how).array, (0, 1))(w, p)
-        assert bool(jnp.isfinite(jnp.stack(grads)).all())
+    total = lambda w, p: jnp.sum(learned_pair(w, p, how).array)  # noqa: E731
+    how = how.replace(channelwise_axes=(0,))
+    grads = jax.grad(total, (0, 1))(jnp.ones((6,)), parameter)
+    assert bool(jnp.isfinite(jnp.stack(grads)).all())
 
 
 def test_a_scale_at_zero_finds_its_way_back():
     how = HowToQuantize(qtype="int4", calibration_method="learned")
     w, p = jnp.array([1.0, -0.5]), jnp.zeros((1,))
     loss = lambda p: jnp.sum((learned_pair(w, p, how).array - w) ** 2)  # noqa: E731
+    step = jax.jit(lambda p: p - 0.05 * jax.grad(loss)(p))
     for _ in range(200):
-        p = p - 0.05 * jax.grad(loss)(p)
+        p = step(p)
     assert float(loss(p)) < 0.05
 
 
@@ -224,11 +235,18 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("op", SHAPES)
+QUICK = {("dot", rule) for rule in ("uneven groups", "per tensor", "fp8", "all int8")}
+QUICK |= {(op, "groups") for op in SHAPES} | {("conv", "per channel")}
+SERVED = [
+    pytest.param(op, rule, marks=() if (op, rule) in QUICK else pytest.mark.long)
+    for op in SHAPES
+    for rule in RULES
+    if op != "conv" or "tile_size" not in RULES[rule]
+]
+
+
+@pytest.mark.parametrize(("op", "rule"), SERVED)
 def test_what_is_served_is_what_was_trained(op, rule):
-    if op == "conv" and "tile_size" in RULES[rule]:
-        pytest.skip("a convolution has no groups")
     function, shape, inputs = SHAPES[op]
     keys = jax.random.split(jax.random.key(0), 2)
     params = {"w": jax.random.normal(keys[0], shape)}
@@ -280,8 +298,8 @@ def test_two_uses_of_a_weight_add_their_gradients():
         w = learned_pair(p["w"], p["w_qscale"], how).array
         return jnp.sum(jnp.sin((x @ w) @ w))
 
-    wanted = jax.grad(by_hand)(params)
-    found = jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x))))(params)
+    wanted = jax.jit(jax.grad(by_hand))(params)
+    found = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(f(p, x)))))(params)
     for name in params:
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
 
@@ -309,8 +327,8 @@ def test_layers_of_a_scan_learn_as_layers_of_their_own(remat):
     own = fewbit.add_learned_scales(apart, own, x)
     for k, name in enumerate("abc"):
         assert jnp.array_equal(params["w_qscale"][k], own[f"{name}_qscale"])
-    found = jax.grad(lambda p: stacked(p, x).sum())(params)
-    wanted = jax.grad(lambda p: apart(p, x).sum())(own)
+    found = jax.jit(jax.grad(lambda p: stacked(p, x).sum()))(params)
+    wanted = jax.jit(jax.grad(lambda p: apart(p, x).sum()))(own)
     for end in ("", "_qscale"):
         both = jnp.stack([wanted[name + end] for name in "abc"])
         np.testing.assert_allclose(found["w" + end], both, rtol=1e-5, atol=1e-6)
@@ -381,3 +399,33 @@ def test_dequantized_codes_are_the_value_that_gradients_see():
     w = jax.random.normal(jax.random.key(0), (8, 3))
     pair = learned_pair(w, start_scale(w, how), how)
     assert jnp.array_equal(pair.array, dequantize(pair.quantized))
+
+
+@pytest.mark.parametrize("spec", [(None, "model"), ("data", None)])
+def test_gradients_on_an_explicit_mesh_even_where_groups_are_cut_open(spec):
+    f = trains(lambda p, x: x @ p["w"], tile_size=8)
+    params = {"w": jax.random.normal(jax.random.key(0), (16, 8))}
+    x = jax.random.normal(jax.random.key(1), (4, 16))
+    params = fewbit.add_learned_scales(f, params, x)
+    grad = jax.jit(jax.grad(lambda p, x: jnp.sum(jnp.square(f(p, x)))))
+    wanted = grad(params, x)
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), axis_types=types)):
+        split = {"w": jax.device_put(params["w"], jax.sharding.PartitionSpec(*spec))}
+        whole = jax.device_put(x, jax.sharding.PartitionSpec())
+        split = fewbit.add_learned_scales(f, split, whole)
+        found = jax.device_get(grad(split, whole))
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_an_ensemble():
+    f = trains(lambda p, x: x @ p["w"])
+    params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
+    x = jax.random.normal(jax.random.key(1), (3, 6))
+    params = fewbit.add_learned_scales(f, params, x)
+    both = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), params)
+    grad = jax.grad(lambda p: jnp.sum(jnp.square(f(p, x))))
+    found, wanted = jax.jit(jax.vmap(grad))(both), jax.jit(grad)(params)
+    for name in params:
+        np.testing.assert_allclose(found[name][0], wanted[name], rtol=1e-4, atol=1e-5)

@@ -82,10 +82,18 @@ def served():
     return converted.model(converted.params, X)
 
 
+def learns():
+    rules = [fewbit.QtRule(weight_qtype="int4", weight_calibration_method="learned")]
+    f = fewbit.quantize_model(lambda p, x: x @ p["w"], fewbit.QtProvider(rules))
+    return fewbit.add_learned_scales(f, {"w": W}, X)
+
+
 WORKS = {
     "QtProvider": lambda: jnp.allclose(trains()[1], X.sum(0)[:, None], rtol=0.02),
+    "AmaxHistory": lambda: fewbit.AmaxHistory.__name__ == "AmaxHistory",
     "QuantStat": lambda: fewbit.QuantStat.__name__ == "QuantStat",
     "to_ptq": lambda: close(served()),
+    "add_learned_scales": lambda: learns()["w_qscale"].shape == (1, W.shape[1]),
     "QArray": lambda: isinstance(fewbit.QArray(q().qvalue, q().scale), fewbit.QArray),
     "quantize": lambda: q().qtype == jnp.int8,
     "dequantize": lambda: jnp.allclose(fewbit.dequantize(q()), W, atol=0.01),
@@ -113,6 +121,21 @@ WORKS = {
     "QuantizationRule": lambda: fewbit.QuantizationRule(weight_qtype="int8").matches("a", "einsum"),
     "QtRule": lambda: fewbit.QtRule(weight_qtype="int8", bwd_qtype="int8").bwd_qtype == jnp.int8,
     "LoraRule": lambda: fewbit.LoraRule(rank=4, alpha=8.0).rank == 4,
+    "LoraProvider": lambda: fewbit.LoraProvider(rank=4, alpha=8.0).rules[0].rank == 4,
+    "apply_lora_to_model": lambda: close(
+        fewbit.apply_lora_to_model(model, fewbit.LoraProvider(rank=1, alpha=1.0))(
+            {
+                "w": W,
+                "w_lora_a": jnp.zeros((W.shape[0], 1)),
+                "w_lora_b": jnp.zeros((1, W.shape[1])),
+            },
+            X,
+        )
+    ),
+    "lora": lambda: callable(fewbit.lora.init) and callable(fewbit.lora.split),
+    "merge_lora": lambda: fewbit.merge_lora is fewbit.lora.merge_lora,
+    "save_adapters": lambda: fewbit.save_adapters is fewbit.lora.save_adapters,
+    "load_adapters": lambda: fewbit.load_adapters is fewbit.lora.load_adapters,
     "QuantizationProvider": lambda: fewbit.QuantizationProvider(RULES).rules == tuple(RULES),
     "BoxedParamProvider": lambda: fewbit.BoxedParamProvider(RULES).quantizes_params,
     "PtqProvider": lambda: fewbit.PtqProvider(RULES, disable_jit=True).disable_jit,
@@ -120,7 +143,9 @@ WORKS = {
     "WithAux": lambda: quantized_params()["w"].how.qtype == jnp.int8,
     "HowToQuantize": lambda: fewbit.HowToQuantize(qtype="int8").channelwise_axes == (),
     "numerics": lambda: fewbit.numerics.should_quantize(jnp.float32),
-    "debug": lambda: callable(fewbit.debug.compare) and callable(fewbit.debug.bisect),
+    "debug": lambda: all(
+        callable(getattr(fewbit.debug, name)) for name in ("compare", "bisect", "training_stats")
+    ),
     "get_current_rule": lambda: fewbit.get_current_rule("gmm") is None,
     "pallas": lambda: fewbit.pallas.QArray is fewbit.QArray,
     "contrib": lambda: fewbit.contrib.gptq is fewbit.gptq,

@@ -211,6 +211,26 @@ def test_a_backward_tile_that_does_not_divide_is_an_error_of_the_plan():
     fewbit.plan(mlp, QtProvider([FULL.replace(bwd_weight_grad_tile_size=1 / 4)]), PARAMS, X)
 
 
+def test_mistakes_are_told_when_a_rule_or_a_provider_is_made():
+    with pytest.raises(ValueError, match="a look-up .'take'. has no gradient product"):
+        FULL.replace(op_names=("take",))
+    with pytest.raises(ValueError, match="bwd_stochastic_rounding"):
+        FULL.replace(bwd_stochastic_rounding="unifrm")
+    with pytest.raises(ValueError, match="has 'dlhs_tile'.*dlhs_tile_size"):
+        QtProvider([FULL.replace(additional_qt_config={"dlhs_tile": 4})])
+
+
+def test_each_product_can_be_configured_on_its_own():
+    rule = W8A8.replace(additional_qt_config={"drhs_grad_qtype": "float8_e5m2"})
+    row = fewbit.plan(mlp, QtProvider([rule]), PARAMS, X).sites[0]
+    assert row.dlhs == "float" and row.drhs == "float8_e5m2 x int8"
+    rule = FULL.replace(additional_qt_config={"lhs_qtype": "int4", "use_original_residuals": True})
+    rows = fewbit.plan(mlp, QtProvider([rule]), PARAMS, X).sites
+    assert {row.drhs for row in rows} == {"int8 x float"}
+    coarse, fine = (grads(trained(r), PARAMS, X)[0] for r in (rule, FULL))
+    assert coarse != fine
+
+
 # --- stochastic rounding --------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""See what quantization did to a model: compare, bisect.
+"""See what quantization did to a model: compare, bisect; and does to training: training_stats.
 
 >>> import fewbit.debug
 >>> fewbit.debug.compare, fewbit.debug.bisect
@@ -11,4 +11,7 @@ from fewbit.debug._compare import compare as compare
 from fewbit.debug._comparison import Comparison as Comparison
 from fewbit.debug._comparison import LayerError as LayerError
 from fewbit.debug._comparison import SiteError as SiteError
+from fewbit.debug._training_history import TrainingHistory as TrainingHistory
+from fewbit.debug._training_stats import TrainingStats as TrainingStats
+from fewbit.debug._training_stats import training_stats as training_stats
 from fewbit.report_page import html_report as html_report

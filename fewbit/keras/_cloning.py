@@ -42,6 +42,7 @@ def clone_model(model: keras.Layer) -> Any:
                 config = model.get_build_config()
                 if config:
                     twin.build_from_config(config)
+                    twin.built = True  # as Keras does when it loads a model
         layers = list(zip(sublayers(twin), sublayers(model), strict=True))
         if quantized:
             _copy_saved([(twin, model), *layers])
@@ -61,9 +62,12 @@ def clone_model(model: keras.Layer) -> Any:
 
 
 def _copy_saved(layers: list[tuple[Any, Any]]) -> None:
-    """What each quantized layer would write into a file, taken over by its twin."""
+    """What each quantized layer would write into a file, taken over by its twin.
+
+    A model comes before its layers: it is the one that makes them quantized.
+    """
     for new, old in layers:
-        if is_quantized(old):
+        if hasattr(old, "_fewbit_original"):
             store: dict[str, Any] = {}
             old.save_own_variables(store)
             new.load_own_variables(store)

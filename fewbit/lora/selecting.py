@@ -18,6 +18,7 @@ from fewbit.adapter_trees import (
 )
 from fewbit.engine import is_stored
 from fewbit.models import is_nnx
+from fewbit.static_scales import QuantizedParams
 
 _MSG_NONE = (
     "fewbit.lora.{name} found no adapters in {found}. They are entries '<w>_lora_a' and "
@@ -94,7 +95,18 @@ def mask(params: Any) -> Any:
     if not mine and not beside:
         raise ValueError(_MSG_NONE.format(name="mask", found=describe(params)))
     made = map_leaves(lambda path, value: path in mine, params)
+    made = _without_scales(made)
     return LoraParams(made.params, {name: True for name in beside}) if beside else made
+
+
+def _without_scales(made: Any) -> Any:
+    """Static scales are no adapters."""
+    if isinstance(made, LoraParams):
+        return LoraParams(_without_scales(made.params), made.adapters)
+    if isinstance(made, QuantizedParams):
+        scales = jax.tree.map(lambda _: False, dict(made.act_scales), is_leaf=is_stored)
+        return QuantizedParams(made.params, scales)
+    return made
 
 
 def split(params: Any) -> tuple[Any, Any]:

@@ -4,11 +4,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fewbit._errors import describe
-from fewbit.models import quantize_model
+from fewbit.models import is_keras, quantize_model
 
 _MSG_PROVIDER = (
     "apply_lora_to_model takes a LoraProvider as its second argument, got {found}. Write "
     "apply_lora_to_model(model, fewbit.LoraProvider(rank=8, alpha=16.0), ...)."
+)
+_MSG_KERAS = (
+    "Keras has adapters of its own: quantize the model with fewbit.keras.quantize_model(model, "
+    "config), then layer.enable_lora(rank) on its layers or backbone.enable_lora(rank)."
 )
 
 
@@ -38,6 +42,8 @@ def apply_lora_to_model(
     >>> {name: g.shape for name, g in jax.grad(loss)(trained).items() if g is not None}
     {'w_lora_a': (64, 8), 'w_lora_b': (8, 64)}
     """
+    if is_keras(model):
+        raise TypeError(_MSG_KERAS)
     if not getattr(provider, "adapts", False):
         raise TypeError(_MSG_PROVIDER.format(found=describe(provider)))
     return quantize_model(model, provider, *model_inputs, methods=methods, **kwargs)

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 from fewbit._plan import Plan
 from fewbit.layouts import unpack
 from fewbit.models import front_end, is_keras, plan, quantize_model
+from fewbit.models.delayed import by_name as _by_name
+from fewbit.models.delayed import remembered_ranges, serving_rule
+from fewbit.models.planning import histories_of
 from fewbit.modes.ptq import PtqProvider
 from fewbit.params import quantize_params
 
@@ -24,6 +27,13 @@ _MSG_STATS = (
 )
 
 
+_MSG_HISTORY = (
+    "The rules of this model take scales from the steps before ('delayed'), but to_ptq got no "
+    "histories. Pass what training ended with: to_ptq(model, params, amax_history=histories), for "
+    "Linen variables['_overwrite_with_gradient']."
+)
+
+
 class Converted(NamedTuple):
     """A model that serves, its parameters, and the plan that both follow."""
 
@@ -39,15 +49,18 @@ def to_ptq(
     *inputs: Any,
     methods: Sequence[str] = ("__call__",),
     pack: bool = True,
+    amax_history: Any = None,
     **kwargs: Any,
 ) -> Any:
     """The model that serves what was trained: weights stored as training rounded them.
 
     Takes a model of `QtProvider`, its float parameters and, for rules with `act_static_scale=True`,
-    the statistics that training collected; returns `(model, params, plan)`. An NNX model holds both
-    and comes back alone, as does a Keras model. `inputs` are the model's own (abstract ones do);
-    without them those of its last call are used. The forward pass is that of training, bit for bit
-    on plain codes (`pack=False`); this machine's kernels may sum floats in another order.
+    the statistics that training collected; for rules with 'delayed' scales also its histories
+    (Linen: `variables['_overwrite_with_gradient']`), whose scales become static. Returns
+    `(model, params, plan)`. An NNX model holds them all and comes back alone, as does a Keras
+    model. `inputs` are the model's own (abstract ones do); without them those of its last call are
+    used. The forward pass is that of training, bit for bit on plain codes (`pack=False`); this
+    machine's kernels may sum floats in another order.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]
@@ -69,14 +82,26 @@ def to_ptq(
         if example is None:
             raise ValueError(_MSG_INPUTS.format(name=type(source).__name__))
         inputs, kwargs = example
-    serving = PtqProvider(provider.rules, disable_jit=provider.disable_jit, strict=provider.strict)
+    rules = [serving_rule(rule) for rule in provider.rules]
+    serving = PtqProvider(rules, disable_jit=provider.disable_jit, strict=provider.strict)
     if getattr(kind, "HOLDS_PARAMS", False):
         return kind.converted(model, source, serving, inputs, methods, pack, kwargs)
-    first = () if kind.__name__.endswith(".linen") else (params,)
+    linen = kind.__name__.endswith(".linen")
+    first = () if linen else (params,)
     made = plan(source, serving, *first, *inputs, methods=methods, strict=serving.strict, **kwargs)
+    absmax: dict[str, Any] = {}
+    if provider.delays:
+        if amax_history is None:
+            raise ValueError(_MSG_HISTORY)
+        run = kind.float_runs(source, provider, params)
+        plans = [histories_of(run(name, inputs, kwargs)) for name in methods]
+        merged = {name: one for found in plans for name, one in found.items()}
+        served = remembered_ranges(merged, made, _by_name(amax_history, linen))
+        absmax = served.weights
+        stats = served.statistics(stats, made, by_site=not linen)
     if made.scales and stats is None:
         raise ValueError(_MSG_STATS)
-    quantized = quantize_params(params, made, stats)
-    extra = dict(methods=methods) if kind.__name__.endswith(".linen") else {}
+    quantized = quantize_params(params, made, stats, weight_absmax=absmax)
+    extra = dict(methods=methods) if linen else {}
     model = quantize_model(source, serving, **extra)
     return Converted(model, quantized if pack else unpack(quantized), made)

@@ -15,8 +15,9 @@ from fewbit.adapter_trees import split_adapters
 from fewbit.calls import Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner
 from fewbit.learned_scales import split_learned
-from fewbit.models.planning import FloatRun, plan_runs
+from fewbit.models.planning import FloatRun, empty_histories_of, plan_runs
 from fewbit.static_scales import NOISE, STREAM, QuantizedParams, ScaleName, name_of_site
+from fewbit.training.delayed import SUFFIX
 
 _ENTRIES = tuple(f"{side}_{part}" for side in ("lhs", "rhs") for part in ("scale", "zero_point"))
 _MSG_ENTRY = (
@@ -29,6 +30,12 @@ _MSG_COLLECTS = (
     "QtProvider. Call the function itself, or fewbit.calibrate for ranges after training."
 )
 
+_MSG_DELAYS = (
+    "{provider} has no amax histories: none of its rules has a 'delayed' calibration method under "
+    "a QtProvider. Call the function without amax_history."
+)
+AMAX_HISTORY = "amax_history"
+
 _NOTE_ONE_ARRAY = (
     "the parameters are one array, and a later argument is a tree: if that tree holds the "
     "parameters, write the function as f(params, x) and pass them first"
@@ -37,6 +44,9 @@ _NOTE_ONE_ARRAY = (
 
 def _name(keypath: tuple[Any, ...]) -> str | None:
     """Parameters are the leaves of the first argument; what rides beside them comes last."""
+    if keypath[0].idx == 6:
+        site, name = (k.key for k in keypath[1:])
+        return ScaleName(name_of_site(site, name))
     if keypath[0].idx == 5:
         site, side, key = (k.key for k in keypath[1:])
         return ScaleName(trained_statistics.entry(name_of_site(site, side), key))
@@ -98,7 +108,8 @@ class QuantizedFunction:
     def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = self.provider.process_model_inputs(self, args, kwargs)
         kwargs, keys = self.keys(kwargs)
-        runner, dynamic = call_runner(self, params, args, kwargs, keys)
+        kwargs, histories = self.histories(kwargs)
+        runner, dynamic = call_runner(self, params, args, kwargs, keys, None, histories)
         return self.provider.process_model_output("__call__", runner(dynamic))
 
     def keys(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -118,6 +129,25 @@ class QuantizedFunction:
             kwargs = {name: value for name, value in kwargs.items() if name != "rngs"}
         return kwargs, {DROPOUT: rngs["dropout"]}
 
+    def histories(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """The histories of delayed scales, `amax_history=...`, taken out of the arguments."""
+        if not self.provider.delays or AMAX_HISTORY not in kwargs:
+            return kwargs, {}
+        kwargs = dict(kwargs)
+        return kwargs, kwargs.pop(AMAX_HISTORY)
+
+    def init_amax_history(self, params: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The histories that rules with 'delayed' begin with; the arguments may be abstract.
+
+        They go in as `f(params, *args, amax_history=histories)`, and their gradient is what they
+        are after the step: `{'<site id>': {'lhs_amax_history': array, ...}}`.
+        """
+        if not self.provider.delays:
+            raise ValueError(_MSG_DELAYS.format(provider=type(self.provider).__name__))
+        kwargs, keys = self.keys(self.histories(kwargs)[0])
+        found = empty_histories_of(call_runner(self, params, args, kwargs, keys))
+        return by_site(found, SUFFIX)
+
     def collecting(
         self, params: Any, quant_stats: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
@@ -129,13 +159,10 @@ class QuantizedFunction:
         if not self.provider.collects:
             raise ValueError(_MSG_COLLECTS.format(provider=type(self.provider).__name__))
         kwargs, keys = self.keys(kwargs)
-        runner, dynamic = call_runner(self, params, args, kwargs, keys, quant_stats)
+        kwargs, histories = self.histories(kwargs)
+        runner, dynamic = call_runner(self, params, args, kwargs, keys, quant_stats, histories)
         out, found = runner.collecting(dynamic)
-        stats: dict[str, dict[str, Any]] = {}
-        for name, stat in found.items():
-            path, _, op_id = name[:-4].rpartition("/")
-            stats.setdefault(f"{path}:{op_id}", {})[name[-3:]] = stat
-        return out, {**quant_stats, **stats}
+        return out, {**quant_stats, **by_site(found)}
 
     def runner(self, call: Call) -> Runner:
         def pure(dynamic):
@@ -164,14 +191,29 @@ def call_runner(
     kwargs: dict[str, Any],
     beside: Mapping[str, Any] = {},
     stats: Any = None,
+    histories: Any = None,
 ) -> tuple[Runner, list[Any]]:
     """The runner for one way of calling a function, and the leaves to call it with."""
     params, adapters = _without_adapters(quantized.provider, params)
     params, scales = _split(params)
-    tree = (params, args, kwargs, scales, {**adapters, **beside}, stats or {})
+    tree = (params, args, kwargs, scales, {**adapters, **beside}, stats or {}, histories or {})
     dynamic, call = split_call(tree, _name)
     runner = quantized._runners.get(lambda: call.key, lambda: quantized.runner(call))
     return runner, dynamic
+
+
+def by_site(entries: Mapping[str, Any], suffix: str = "") -> dict[str, dict[str, Any]]:
+    """Entries `<path>/<op_id>_<side>` as people see them: by Site, then by side.
+
+    >>> by_site({'up/dot_general0_lhs': 1, 'up/dot_general0_grad': 2})
+    {'up:dot_general0': {'lhs': 1, 'grad': 2}}
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, value in entries.items():
+        place, _, side = name.removesuffix(suffix).rpartition("_")
+        path, _, op_id = place.rpartition("/")
+        found.setdefault(f"{path}:{op_id}", {})[side + suffix] = value
+    return found
 
 
 def float_runs(function: Any, provider: Any, params: Any) -> FloatRun:
@@ -222,7 +264,7 @@ def plan(
     params, *args = inputs
     params = _split(_without_adapters(provider, params)[0])[0]
     twin = QuantizedFunction(function, provider)
-    kwargs, _ = twin.keys(kwargs)
+    kwargs, _ = twin.keys(twin.histories(kwargs)[0])
     runner, dynamic = call_runner(twin, params, tuple(args), kwargs)
     made = plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]
     if is_array(params) and any(isinstance(a, Mapping) and jax.tree.leaves(a) for a in args):

@@ -28,10 +28,12 @@ from fewbit.models.planning import FloatRun, plan_runs
 from fewbit.params import box_parts, is_box, unbox_parts, unboxed
 from fewbit.qarray import QArray, WithAux
 from fewbit.static_scales import NOISE, STREAM, ScaleName, insert, split_scales
+from fewbit.training.histories import COLLECTION
 
 OF_APPLY = ("rngs",)  # keyword arguments that are not the module's own
 ALL_BUT_PARAMS = DenyList(("params",))
 STATISTICS = "quant_stats"  # the collection of activation ranges that training fills
+OURS = (STATISTICS, COLLECTION)  # collections that no module of the twin knows
 _runners: Cache[Runner] = Cache(256)
 
 
@@ -160,11 +162,14 @@ def make_run(
     if provider.adapts and provider.has_dropout and isinstance(rngs, Mapping) and "dropout" in rngs:
         scales[DROPOUT] = rngs["dropout"]
     stats: Any = {}
+    histories: Any = {}
     if provider.trains and isinstance(variables, Mapping):  # no module of the twin knows them
         stats = variables.get(STATISTICS, {})
-        variables = {name: part for name, part in variables.items() if name != STATISTICS}
+        histories = variables.get(COLLECTION, {}) if provider.delays else {}
+        ours = OURS if provider.delays else OURS[:1]
+        variables = {name: part for name, part in variables.items() if name not in ours}
     variables = jax.tree.map(box_outside, variables, is_leaf=is_aux)
-    tree = (variables, rngs, args, kwargs, scales, stats)
+    tree = (variables, rngs, args, kwargs, scales, stats, histories)
     dynamic, call = split_call(tree, _name)
 
     def make() -> Runner:
@@ -257,7 +262,7 @@ def _name(keypath: tuple[Any, ...]) -> str | None:
     """Parameters are the leaves of the collection 'params'; boxes add nothing to the path."""
     if keypath[0].idx == 4:
         return ScaleName(keypath[1].key)
-    if keypath[0].idx == 5:
+    if keypath[0].idx in (5, 6):
         return ScaleName(key_name(keypath[1:]))
     if keypath[0].idx == 1 and len(keypath) > 1 and keypath[1].key == STREAM:
         return NOISE

@@ -30,9 +30,10 @@ from fewbit.models.linen import (
     with_scales,
     without_scales,
 )
-from fewbit.models.planning import empty_statistics_of, plan_runs
+from fewbit.models.planning import empty_histories_of, empty_statistics_of, plan_runs
 from fewbit.params import quantize_params
 from fewbit.static_scales import empty_scales, insert
+from fewbit.training.histories import COLLECTION
 
 flax_serialization.register()  # models that are unpickled come by no other way
 _NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` returns
@@ -126,7 +127,9 @@ def _init(
         made, requests = plan_runs([run], kind="linen", strict=one and provider.strict)
     variables = {**variables, "params": with_learned(variables["params"], requests)}
     if provider.collects and in_filter(mutable, STATISTICS):
-        return {**variables, STATISTICS: insert_all({}, empty_statistics_of(run))}
+        variables = {**variables, STATISTICS: insert_all({}, empty_statistics_of(run))}
+    if provider.delays and in_filter(mutable, COLLECTION):
+        variables = {**variables, COLLECTION: insert_all({}, empty_histories_of(run))}
     if not provider.quantizes_params:
         return variables
     # Plain, as the template that `eval_shape` makes of this is: one tree, whichever way it is made.

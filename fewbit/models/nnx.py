@@ -17,6 +17,7 @@ from fewbit.decisions import Request
 from fewbit.engine import Runner, UntraceableModelError, is_stored
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization, nnx_adapters, nnx_calls, nnx_learned
+from fewbit.models.delayed import by_name, remembered_ranges
 from fewbit.models.nnx_scopes import (
     forget_place,
     methods_of,
@@ -26,7 +27,13 @@ from fewbit.models.nnx_scopes import (
     set_place,
     subclass,
 )
-from fewbit.models.planning import FloatRun, empty_statistics_of, plan_runs
+from fewbit.models.planning import (
+    FloatRun,
+    empty_histories_of,
+    empty_statistics_of,
+    histories_of,
+    plan_runs,
+)
 from fewbit.params import quantize_leaf, quantize_params
 from fewbit.qarray import PanelArray, QArray, WithAux
 from fewbit.static_scales import empty_scales
@@ -85,7 +92,7 @@ def quantize(
         raise ValueError(_MSG_RNGS.format(found=type(rngs).__name__))
     _check_is_float(model)
     made: Plan | None = None
-    requests: dict[str, Any] = {}
+    requests: dict[str, Request] = {}
     if not skip_nnx_init:
         made, requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)
     new = nnx.clone(model)
@@ -103,6 +110,8 @@ def quantize(
         nnx_learned.add_scales(new, requests)
     if made is not None and provider.collects:
         _add_statistics(new, provider, inputs, methods, kwargs)
+    if made is not None and provider.delays:
+        _add_histories(new, provider, inputs, methods, kwargs)
     if provider.trains and provider.draws_noise:
         for _, module in modules(new):
             setattr(module, nnx_calls.RNGS, nnx.data(None))
@@ -134,6 +143,19 @@ def _add_statistics(
         if path not in places:
             raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
         setattr(places[path], attribute, nnx_calls.QuantStat(stat))
+
+
+def _add_histories(
+    model: nnx.Module, provider: Any, inputs: tuple, methods: Sequence[str], kwargs: dict
+) -> None:
+    """Empty histories on the modules of their Sites, for delayed scales."""
+    ready = nnx_calls.prepare(model, provider, methods[0], inputs, kwargs)
+    places = dict(modules(model))
+    for name, history in empty_histories_of((ready.runner, ready.dynamic)).items():
+        path, _, attribute = name.rpartition("/")
+        if path not in places:
+            raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
+        setattr(places[path], attribute, nnx_calls.AmaxHistory(history))
 
 
 def plan(
@@ -239,14 +261,23 @@ def converted(
 ) -> nnx.Module:
     """The model that serves, of a float model that still holds the statistics of its training."""
     stats = nnx.to_pure_dict(nnx.state(source, nnx_calls.QuantStat))
+    histories = nnx.to_pure_dict(nnx.state(source, nnx_calls.AmaxHistory))
     for _, module in modules(source):
         for name, value in list(vars(module).items()):
-            if isinstance(value, nnx_calls.QuantStat):
+            if isinstance(value, nnx_calls.QuantStat | nnx_calls.AmaxHistory):
                 delattr(module, name)
     made = plan(source, provider, *inputs, methods=methods, strict=provider.strict, **kwargs)
     new = quantize(source, provider, *inputs, methods=methods, **kwargs)
     params = nnx.to_pure_dict(nnx.state(source, nnx.Param))
-    quantized = quantize_params(params, made, stats if made.scales else None)
+    absmax: dict[str, Any] = {}
+    trainer = type(model)._fewbit_provider
+    if trainer.delays:
+        ready = nnx_calls.prepare(source, trainer, methods[0], inputs, kwargs)
+        plans = histories_of((ready.runner, ready.dynamic))
+        served = remembered_ranges(plans, made, by_name(histories))
+        absmax = served.weights
+        stats = served.statistics(stats, made)
+    quantized = quantize_params(params, made, stats if made.scales else None, weight_absmax=absmax)
     nnx.update(new, quantized if pack else unpack(quantized))
     return new
 

@@ -38,6 +38,14 @@ class QuantStat(nnx.Variable):
     """The activation ranges that training has seen at one operand, for its static scale."""
 
 
+class AmaxHistory(nnx.Variable):
+    """The largest values of past steps at one operand: what a delayed scale is made from.
+
+    Its gradient is the history after the step, so it is differentiated with the parameters:
+    `nnx.DiffState(0, nnx.Any(nnx.Param, fewbit.AmaxHistory))`.
+    """
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A call made ready: its runner, the traced leaves, the objects it uses, their Variables."""
@@ -84,7 +92,7 @@ def prepare(
 
 def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dict) -> Any:
     """Run a method of a quantized module."""
-    ready = prepare(model, provider, method, args, kwargs, _noise(model, provider))
+    ready = prepare(model, provider, method, args, kwargs, noise_key(model, provider))
     outcome, stats = _run(ready, provider, model)
 
     def leaf(slot):
@@ -115,6 +123,12 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
     return value(outcome.out)
 
 
+def result_of(traced: Traced, outs: list[Any]) -> Any:
+    """The method's own result among all that a traced call returns."""
+    after = jax.tree.unflatten(traced.out_tree, outs)
+    return after.out.merge(after.arrays[: sum(s is TRACED for s in after.out.static)])
+
+
 def last_call(model: nnx.Module, provider: Any) -> tuple[tuple, dict] | None:
     """The abstract arguments of the last call; None if there was none, or one with NNX objects."""
     graphdef = nnx.split((model,))[0]
@@ -139,7 +153,7 @@ def _run(ready: Prepared, provider: Any, model: nnx.Module) -> tuple[Any, dict[P
     return outcome, {names[name]: stat for name, stat in found.items() if name in names}
 
 
-def _noise(model: nnx.Module, provider: Any) -> Any:
+def noise_key(model: nnx.Module, provider: Any) -> Any:
     """A new key from the model's own streams, if its rules round stochastically."""
     rngs = getattr(model, RNGS, None)
     return rngs[STREAM]() if provider.trains and provider.draws_noise and rngs is not None else None
@@ -320,7 +334,7 @@ class NnxRunner(Runner):
 
 def is_scale(path: Path, variable: Any) -> bool:
     """Whether a Variable holds a scale, of activations or learned, or what one is made from."""
-    if isinstance(variable, QuantStat | LearnedScale):
+    if isinstance(variable, QuantStat | LearnedScale | AmaxHistory):
         return True
     return isinstance(variable, nnx.Param) and is_static_scale(path[-1], value_of(variable))
 

@@ -34,6 +34,12 @@ _MSG_NO_TREES = (
     "{kind} holds its parameters; params= and qparams= are for functions and Linen. Leave them out."
 )
 
+_MSG_ADAPTERS = (
+    "This model has adapters (LoRA), which are no error of quantization. Merge them first and hold "
+    "the merged model against the quantized one: floats, _ = fewbit.merge_lora(params, plan, "
+    "requantize=False), then quantize floats with PtqProvider(fewbit.lora.base_rules(rules))."
+)
+
 _HOLDS_PARAMS = {"nnx": "An NNX model", "keras": "A Keras model"}
 _KERAS_PAIRS, _KERAS_READING = (f"fewbit.{'keras'}._{name}" for name in ("pairs", "reading"))
 
@@ -71,6 +77,8 @@ def pair(
     provider = _provider(kind, quantized)
     if provider is None:
         raise TypeError(_MSG_NOT_QUANTIZED.format(found=describe(quantized)))
+    if getattr(provider, "adapts", False):
+        raise TypeError(_MSG_ADAPTERS)
     given = {"params": params, "qparams": qparams}
     if kind in _HOLDS_PARAMS:
         if params is not None or qparams is not None:

@@ -7,6 +7,7 @@ from fewbit._plan import Plan
 from fewbit.decisions import Leaf, Request, decide
 from fewbit.engine import Runner
 from fewbit.planner import make_plan
+from fewbit.trained_histories import HistoryPlan, empty_histories
 from fewbit.trained_statistics import Statistic, empty_statistics
 
 # (method, args, kwargs) of one call of a float model -> its runner, and the leaves to call it with.
@@ -38,6 +39,19 @@ def plan_runs(
         observe=observe,
         strict=strict,
     )
+
+
+def empty_histories_of(run: tuple[Runner, Any]) -> dict[str, Any]:
+    """The histories that delayed scales of such a model begin with, by name."""
+    return empty_histories(histories_of(run))
+
+
+def histories_of(run: tuple[Runner, Any]) -> dict[str, HistoryPlan]:
+    """What histories the delayed scales of a run need, by name."""
+    runner, tree = run
+    traced = runner.trace(tree)
+    decisions = decide(traced.program, runner.rule_for(traced.values))
+    return runner.histories(traced.program, decisions)
 
 
 def empty_statistics_of(run: tuple[Runner, Any]) -> dict[str, Statistic]:

@@ -43,6 +43,10 @@ _MSG_REFUSED = (
     "{provider} makes no adapters, so it would ignore the rank and alpha of {rule!r}. Give the "
     "rule to a LoraProvider; without adapters, {instead}."
 )
+_MSG_DELAYED = (
+    "{provider} does not train, so it has no steps to take the ranges of {rule!r} from. Train with "
+    "a QtProvider; fewbit.to_ptq(model, params, amax_history=...) makes the model that serves."
+)
 _INTERCEPTION = ("get_intercept_map", "get_interceptors")
 
 
@@ -58,6 +62,7 @@ class QuantizationProvider:
     quantizes_params = False  # whether weights are stored quantized (PTQ) or stay float
     trains = False  # whether float weights are quantized while the model runs, for gradients
     collects = False  # whether it collects ranges of activations while it trains
+    delays = False  # whether it makes scales from histories, so that calls need these
     draws_noise = False  # whether it rounds stochastically, so that calls need a key
     learns = False  # whether scales of weights are parameters, or were while it trained
     adapts = False  # whether weights may have low-rank adapters beside them
@@ -107,6 +112,8 @@ class QuantizationProvider:
             instead = "leave it out" if rule.weight_qtype is None else f"write {plain!r}"
             name = type(self).__name__
             raise TypeError(_MSG_REFUSED.format(provider=name, rule=rule, instead=instead))
+        if getattr(rule, "delays", False) and not self.trains:
+            raise ValueError(_MSG_DELAYED.format(provider=type(self).__name__, rule=rule))
         return rule
 
     # Two providers made alike are alike, so that models quantized alike share classes and jit

@@ -4,6 +4,7 @@ Weights stay float and get gradients; each is quantized once per step, as it wil
 training. Products are those of `fewbit.training`, configured per operand from the Site's rule.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 
 from fewbit import ops
+from fewbit._rule_checks import nearest
 from fewbit.calibration import parse_method
 from fewbit.current import current_site
 from fewbit.decisions import activation_fields
@@ -20,7 +22,7 @@ from fewbit.modes.qt_config import qt_config
 from fewbit.modes.qt_described import gradient_products
 from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
-from fewbit.qarray import dequantize, quantize_with
+from fewbit.qarray import HowToQuantize, dequantize, quantize_with
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.static_run import quantize_static
 from fewbit.training import (
@@ -32,10 +34,15 @@ from fewbit.training import (
     dot_general_qt,
     einsum_qt,
 )
-from fewbit.training.conv_qt import conv_general_qt
-from fewbit.training.ragged_dot_qt import ragged_dot_qt
+from fewbit.training.conv_products import conv_general_qt
+from fewbit.training.delayed import quantize_delayed, seen
+from fewbit.training.ragged_products import ragged_dot_qt
 from fewbit.weight import straight_through
 
+_MSG_UNKNOWN = (
+    "{rule!r}: additional_qt_config has {name!r}, which is no field of fewbit.DotGeneralQtConfig."
+    "{near}"
+)
 _MSG_HISTOGRAM = (
     "{rule!r}: training keeps the range of each batch, from which {method!r} over all batches "
     "cannot be told. Write act_static_reduction='mean' to average it over batches, or make static "
@@ -70,12 +77,18 @@ class QtProvider(QuantizationProvider):
         super().__init__(rules, disable_jit=disable_jit, strict=strict)
         self.emulate = emulate
         self.collects = any(rule.act_static_scale for rule in self.rules)
+        self.delays = any(getattr(rule, "delays", False) for rule in self.rules)
         self.draws_noise = any(
             getattr(rule, "bwd_stochastic_rounding", None) is not None for rule in self.rules
         )
 
     def _init_rule(self, rule: Any) -> QuantizationRule:
         rule = upgrade(super()._init_rule(rule), QtRule)
+        known = [field.name for field in dataclasses.fields(DotGeneralQtConfig)]
+        for name in rule.additional_qt_config or ():
+            if name not in known:
+                text = dict(rule=rule, name=name, near=nearest(name, known))
+                raise ValueError(_MSG_UNKNOWN.format(**text))
         method = rule.act_calibration_method
         if rule.act_static_scale and rule.act_static_reduction != "mean" and method is not None:
             if parse_method(method).name in ("percentile", "mse"):
@@ -234,15 +247,37 @@ class QtProvider(QuantizationProvider):
             operands = [
                 Paired(clip_gradient(x, q), q) if j == k else x for j, x in enumerate(operands)
             ]
+        operands, told = _delayed(operands, hows, rule)
         if self.emulate:
             if here is not None:
                 here.report("emulated")
-            return float_product(*map(_rounded, operands, hows))
-        if here is not None:
-            here.report(describe(*map(_seen, operands, hows)))
-            if here.planning:  # what is wrong with a gradient is known before training
-                jax.eval_shape(functools.partial(_gradients, product), list(operands))
-        return product(*operands)
+            out = float_product(*map(_rounded, operands, hows))
+        else:
+            if here is not None:
+                here.report(describe(*map(_seen, operands, hows)))
+                if here.planning:  # what is wrong with a gradient is known before training
+                    jax.eval_shape(functools.partial(_gradients, product), list(operands))
+            out = product(*operands)
+        return seen(out, *told) if told[0] else out
+
+
+def _delayed(
+    operands: Sequence[Any], hows: Sequence[Any], rule: QtRule
+) -> tuple[Sequence[Any], tuple[dict[str, Any], dict[str, Any]]]:
+    """Operands with delayed scales as pairs; the ranges of these, and what this step has seen."""
+    here, result = current_site(), list(operands)
+    ranges: dict[str, Any] = {}
+    amax: dict[str, Any] = {}
+    clip = not (rule.additional_qt_config or {}).get("disable_gradient_clipping", False)
+    for k, name in enumerate(("lhs", "rhs")):
+        if here is None or name not in here.delayed or hows[k] is None:
+            continue
+        x, how = operands[k], hows[k]
+        own = HowToQuantize(qtype=how.qtype, scale_dtype=how.scale_dtype)
+        q, amax[name] = quantize_delayed(x, here.delayed[name], own)
+        result[k] = Paired(clip_gradient(x, q) if clip else x, q)
+        ranges[name] = here.delayed[name]
+    return result, (ranges, amax)
 
 
 def _gradients(product: Callable[..., jax.Array], operands: Sequence[Any]) -> Any:

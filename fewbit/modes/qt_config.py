@@ -24,6 +24,9 @@ _MSG_NO_KEY = (
 def qt_config(kind: type[Config], rule: Any, operands: Sequence[Any]) -> Config:
     """The config of a Site: what its rule says of each operand of each product."""
     fields: dict[str, Any] = {}
+    here = current_site()
+    if here is not None and "grad" in here.delayed:
+        fields["grad_delayed_range"] = here.delayed["grad"]
     for side, (name, operand) in enumerate(zip(("lhs", "rhs"), operands, strict=True)):
         if not isinstance(operand, Paired):  # a weight comes with its codes
             own = activation_fields(rule, side)
@@ -34,7 +37,8 @@ def qt_config(kind: type[Config], rule: Any, operands: Sequence[Any]) -> Config:
         fields[f"{gradient}_grad_qtype"] = rule.bwd_qtype
         fields[f"{gradient}_grad_calibration_method"] = rule.bwd_calibration_method
         fields[f"{gradient}_grad_disable_channelwise_axes"] = rule.disable_channelwise_axes
-        if isinstance(operand, Paired) and rule.bwd_qtype is not None:
+        is_weight = isinstance(operand, Paired) and (here is None or here.weight == side)
+        if is_weight and rule.bwd_qtype is not None:
             fields[f"{gradient}_tile_size"] = rule.bwd_weight_grad_tile_size
     fields["tile_size"] = rule.tile_size
     fields |= _noise(rule)

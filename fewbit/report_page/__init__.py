@@ -35,6 +35,11 @@ def html_report(
     ('report.html', '<!doctype html>')
     """
     page = render(plan=plan, comparison=comparison, stats=stats, curve=curve, title=title)
+    return write_page(path, page)
+
+
+def write_page(path: str | os.PathLike[str], page: str) -> pathlib.Path:
+    """Write a page, whole or not at all; returns its path."""
     target = pathlib.Path(path)
     _write_whole(target, page.encode("utf-8"))
     return target

@@ -32,23 +32,25 @@ def weight_histogram(d: Distribution, number: int) -> Markup:
             bars.append(
                 tag(
                     "rect",
-                    x=_n(x(code) - w / 2),
-                    y=_n(y(value)),
-                    width=_n(w),
-                    height=_n(base - y(value)),
+                    x=rounded(x(code) - w / 2),
+                    y=rounded(y(value)),
+                    width=rounded(w),
+                    height=rounded(base - y(value)),
                     class_="after",
                 )
             )
-    points = [f"{_n(x(d.low + (i + 0.5) * step))},{_n(y(v))}" for i, v in enumerate(density)]
+    points = [
+        f"{rounded(x(d.low + (i + 0.5) * step))},{rounded(y(v))}" for i, v in enumerate(density)
+    ]
     outline = " ".join([f"0,{base}", *points, f"{width},{base}"])
     binned = d.codes[0] != d.first
     ticks = [
-        tag("line", x1=_n(x(c)), x2=_n(x(c)), y1=base, y2=base + 4, class_="tick")
+        tag("line", x1=rounded(x(c)), x2=rounded(x(c)), y1=base, y2=base + 4, class_="tick")
         for c in (() if binned else d.codes)
     ]
     ends = [
         tag("text", _short(d.first), x=2, y=height - 4, class_="label"),
-        tag("text", "0", x=_n(x(0.0)), y=height - 4, class_="label middle")
+        tag("text", "0", x=rounded(x(0.0)), y=height - 4, class_="label middle")
         if d.first < 0 < d.last
         else None,
         tag("text", _short(d.last), x=width - 2, y=height - 4, class_="label end"),
@@ -57,7 +59,7 @@ def weight_histogram(d: Distribution, number: int) -> Markup:
         f"{d.path}, {d.qtype}: {human_count(d.elements)} numbers before and after rounding to "
         f"values from {_short(d.first)} to {_short(d.last)} in units of the scale"
     )
-    return _svg(
+    return svg(
         width,
         height,
         words,
@@ -90,31 +92,47 @@ def accuracy_chart(points: Sequence[Point]) -> Markup:
     x = lambda size: left + (math.log(size) - least) / (most - least) * (width - left - right)  # noqa: E731
     y = lambda score: top + (high - score) / (high - low) * (height - top - bottom)  # noqa: E731
     grid: list[Any] = []
-    for value in _ticks(low, high, 5):
+    for value in round_ticks(low, high, 5):
         grid.append(
-            tag("line", x1=left, x2=width - right, y1=_n(y(value)), y2=_n(y(value)), class_="grid")
+            tag(
+                "line",
+                x1=left,
+                x2=width - right,
+                y1=rounded(y(value)),
+                y2=rounded(y(value)),
+                class_="grid",
+            )
         )
-        grid.append(tag("text", f"{value:.4g}", x=left - 8, y=_n(y(value) + 4), class_="label end"))
+        grid.append(
+            tag("text", f"{value:.4g}", x=left - 8, y=rounded(y(value) + 4), class_="label end")
+        )
     for size in _size_ticks(math.exp(least), math.exp(most)):
         grid.append(
-            tag("line", x1=_n(x(size)), x2=_n(x(size)), y1=top, y2=height - bottom, class_="grid")
+            tag(
+                "line",
+                x1=rounded(x(size)),
+                x2=rounded(x(size)),
+                y1=top,
+                y2=height - bottom,
+                class_="grid",
+            )
         )
         grid.append(
-            tag("text", human_bytes(size), x=_n(x(size)), y=height - 24, class_="label middle")
+            tag("text", human_bytes(size), x=rounded(x(size)), y=height - 24, class_="label middle")
         )
     best = frontier(points)
-    line = " ".join(f"{_n(x(size))},{_n(y(score))}" for _, size, score in best)
+    line = " ".join(f"{rounded(x(size))},{rounded(y(score))}" for _, size, score in best)
     dots = [
         tag(
             "g",
             tag("title", f"{label}: {human_bytes(size)}, {score:.6g}"),
-            tag("circle", cx=_n(x(size)), cy=_n(y(score)), r=6, class_="dot"),
+            tag("circle", cx=rounded(x(size)), cy=rounded(y(score)), r=6, class_="dot"),
         )
         for label, size, score in points
     ]
     names = _placed_names(points, x, y, width - right)
     words = f"Accuracy against bytes of {len(points)} models; the table below has the numbers"
-    return _svg(
+    return svg(
         width,
         height,
         words,
@@ -123,7 +141,13 @@ def accuracy_chart(points: Sequence[Point]) -> Markup:
         tag("polyline", points=line, class_="frontier") if len(best) > 1 else None,
         dots,
         names,
-        tag("text", "bytes (log)", x=_n((left + width) / 2), y=height - 6, class_="label middle"),
+        tag(
+            "text",
+            "bytes (log)",
+            x=rounded((left + width) / 2),
+            y=height - 6,
+            class_="label middle",
+        ),
     )
 
 
@@ -153,14 +177,14 @@ def _placed_names(points: Sequence[Point], x: Any, y: Any, edge: float) -> list[
         while any(abs(py - b) < 14 and px < a + w and a < px + wide for a, b, w in placed):
             py += 14
         placed.append((px, py, wide))
-        names.append(tag("text", shown, x=_n(px), y=_n(py), class_="name"))
+        names.append(tag("text", shown, x=rounded(px), y=rounded(py), class_="name"))
     return names
 
 
-def _ticks(low: float, high: float, about: int) -> list[float]:
+def round_ticks(low: float, high: float, about: int) -> list[float]:
     """Round numbers between two.
 
-    >>> _ticks(0.0, 1.0, 5)
+    >>> round_ticks(0.0, 1.0, 5)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
     raw = (high - low) / about
@@ -177,7 +201,8 @@ def _size_ticks(low: float, high: float) -> list[int]:
     return powers[:: -(-len(powers) // 6) or 1]
 
 
-def _svg(width: int, height: int, words: str, name: str, *children: Any) -> Markup:
+def svg(width: int, height: int, words: str, name: str, *children: Any) -> Markup:
+    """A chart with the words that say what it shows."""
     return tag(
         "svg",
         tag("title", words, id=f"{name}-title"),
@@ -193,5 +218,10 @@ def _short(value: float) -> str:
     return f"{value:g}"
 
 
-def _n(value: float) -> str:
+def rounded(value: float) -> str:
+    """A coordinate, as short as a tenth of a pixel allows.
+
+    >>> rounded(12.04), rounded(3.25)
+    ('12', '3.2')
+    """
     return f"{value:.1f}".rstrip("0").rstrip(".")

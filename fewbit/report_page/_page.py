@@ -62,10 +62,11 @@ def render(
     header = tag("header", tag("div", tag("h1", title), tag("p", below, class_="soft")), toggle)
     footer = tag("footer", "One file, no network: style, script and pictures are inside.")
     main = tag("main", [body for _, _, body in present])
-    return _document(title, join(header, tag("nav", links, aria_label="Sections"), main, footer))
+    return document(title, join(header, tag("nav", links, aria_label="Sections"), main, footer))
 
 
-def _document(title: str, body: Markup) -> str:
+def document(title: str, body: Markup) -> str:
+    """A page with this body; style and script are inside."""
     style, script = _resource("page.css"), _resource("page.js")
     # Nothing may be fetched, and no script may run but ours, even if a name were markup.
     policy = (

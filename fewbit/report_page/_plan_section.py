@@ -103,7 +103,7 @@ def _row(planned: SitePlan, leaves: dict[str, LeafPlan]) -> list[Any]:
     prefix = "" if site.method == "__call__" else f"{site.method}."
     if planned.quantized:
         types = f"{planned.weight_qtype or '-'} x {planned.act_qtype or '-'}"
-        types += " static" * (planned.act_mode == "static")
+        types += f" {planned.act_mode}" if planned.act_mode in ("static", "delayed") else ""
         runs = Cell("; ".join((planned.runs_on, *planned.notes)), class_="wrap")
         kind: Any = Cell(types, class_="types")
     else:

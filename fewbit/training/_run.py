@@ -15,12 +15,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from fewbit import ops
 from fewbit._qarray_panels import PanelArray
-from fewbit.calibration import parse_method
+from fewbit.calibration import calibrate, parse_method
 from fewbit.kernels import quantize_natively
 from fewbit.numerics import format_of, should_quantize, wider
 from fewbit.ops.scaling import held, operand
 from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
 from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
+from fewbit.training.delayed import delayed_absmax, quantize_with_absmax, range_cotangent
 from fewbit.training.paired import Paired, pair
 
 _MSG_SECOND_ORDER = (
@@ -147,11 +148,13 @@ def _with_quantized_gradients(
     kept = [_residual_kind(product, config, side, arrays, quantized) for side in (0, 1)]
 
     @jax.custom_vjp
-    def quantized_training(arrays: Any, quantized: Any, rest: Any, noises: Any) -> jax.Array:
+    def quantized_training(
+        arrays: Any, quantized: Any, rest: Any, noises: Any, delayed: Any
+    ) -> jax.Array:
         return product.forward(*map(_seen, arrays, quantized), *rest)
 
-    def forward(arrays: Any, quantized: Any, rest: Any, noises: Any) -> Any:
-        out = quantized_training(arrays, quantized, rest, noises)
+    def forward(arrays: Any, quantized: Any, rest: Any, noises: Any, delayed: Any) -> Any:
+        out = quantized_training(arrays, quantized, rest, noises, delayed)
         # What the gradient of `side` needs of the other operand: its codes or its numbers.
         residuals = [
             arrays[1 - side] if kept[side] == "float" else operand(quantized[1 - side])
@@ -159,11 +162,15 @@ def _with_quantized_gradients(
         ]
         # Nothing, but it carries the operands' tangents to where they are refused.
         traces = [_tangent_only(x) for x in arrays]
-        return out, (residuals, traces, rest, noises)
+        return out, (residuals, traces, rest, noises, delayed)
 
     def backward(saved: Any, g: jax.Array) -> Any:
-        residuals, traces, rest, noises = saved
+        residuals, traces, rest, noises, delayed = saved
         g = _differentiable_once(product.name)(g, residuals, traces)
+        absmax = told = None
+        if delayed is not None:
+            amax = _largest(g)
+            absmax, told = delayed_absmax(amax, delayed[0]), range_cotangent(amax)
         gradients = tuple(
             _gradient(
                 product,
@@ -175,13 +182,14 @@ def _with_quantized_gradients(
                 settings[side].noise_fn if noises[side] is None else noises[side],
                 likes[side],
                 rest,
+                absmax,
             )
             for side in (0, 1)
         )
-        return gradients, None, None, None
+        return gradients, None, None, None, told
 
     quantized_training.defvjp(forward, backward)
-    return quantized_training(arrays, quantized, rest, noises)
+    return quantized_training(arrays, quantized, rest, noises, config.grad_delayed_range)
 
 
 @jax.custom_jvp
@@ -212,6 +220,8 @@ def _residual_kind(
     row = format_of(q.qtype)
     if row.kind == "table" or row.tile is not None or q.zero_point is not None:
         return "float"
+    if config.gradient(side).delayed and q.scale.size == 1:
+        return "as is"  # one scale commutes with the product: the gradient keeps its own range
     return product.reuse(1 - side, q) or "float"
 
 
@@ -225,6 +235,7 @@ def _gradient(
     noise: Any,
     like: Any,
     rest: Any,
+    absmax: Any = None,
 ) -> Any:
     if not jnp.issubdtype(like.dtype, jnp.inexact):
         return None
@@ -234,13 +245,24 @@ def _gradient(
     g = g.astype(wider(g.dtype, jnp.float32))
     if kind == "shift":
         g = product.shift(1 - side, g, residual, *rest)
+        if absmax is not None:  # no more than the largest scale times what it was before
+            absmax = absmax * jnp.max(jnp.abs(residual.scale)).astype(absmax.dtype)
         residual = residual.replace(scale=jnp.ones((1,) * residual.ndim, jnp.float32), tiles=())
     if settings.tile_size is not None:
         product, g, residual = product.joined(side, g, residual)
     if kind == "float" and settings.residual_qtype is not None:
         residual = _quantize(residual, product.residual_how(side, settings, residual.shape))
     how = product.gradient_how(side, settings, noise, g.shape)
-    return product.gradient(side, _quantize(g, how), residual, like, *rest)
+    if settings.delayed:
+        q = quantize_with_absmax(g, jnp.reshape(absmax, (1,) * g.ndim), how)
+    else:
+        q = _quantize(g, how)
+    return product.gradient(side, q, residual, like, *rest)
+
+
+def _largest(g: jax.Array) -> jax.Array:
+    how = HowToQuantize(qtype="float8_e5m2")  # any type: only the range is asked for
+    return calibrate(g, how)["absmax"].astype(jnp.float32).reshape(())
 
 
 def _quantize(array: jax.Array, how: HowToQuantize) -> QArray:

@@ -14,6 +14,7 @@ from fewbit._rule_checks import (
     check_tile,
     same_value,
 )
+from fewbit.calibration import history_length
 from fewbit.numerics import format_of, qtype_name
 from fewbit.qarray import HowToQuantize
 
@@ -46,6 +47,11 @@ class GradientSettings:
     residual_calibration_method: str
     residual_disable_channelwise_axes: bool
 
+    @property
+    def delayed(self) -> bool:
+        """Whether the range of the gradient comes from the steps before."""
+        return self.qtype is not None and history_length(self.calibration_method) is not None
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DotGeneralQtConfig:
@@ -56,7 +62,9 @@ class DotGeneralQtConfig:
     `{dlhs,drhs}_grad_*` is about the incoming gradient, `*_residual_*` about the operand that it
     is multiplied with: the forward's codes, or the float array if those cannot serve or
     `use_original_residuals` is set. `{lhs,rhs}_collect_quant_stat` is given a calibration and
-    returns the one to use. Only the two noise functions are children of this pytree.
+    returns the one to use. A gradient whose method is 'delayed' has its range in
+    `grad_delayed_range`, made by `delayed_range(history)`. That and the noise functions are the
+    children of this pytree.
 
     >>> config = DotGeneralQtConfig(lhs_qtype='int8', rhs_qtype='int8', dlhs_grad_qtype='int8',
     ...                             drhs_grad_qtype='int8')
@@ -92,6 +100,7 @@ class DotGeneralQtConfig:
     drhs_residual_calibration_method: str = "absmax"
     drhs_residual_disable_channelwise_axes: bool = False
 
+    grad_delayed_range: Any = None
     disable_gradient_clipping: bool = False
     use_original_residuals: bool = False
     sparsity_rule: Any = None
@@ -127,7 +136,9 @@ class DotGeneralQtConfig:
         field = f"{side}{what}_calibration_method"
         if getattr(self, field) is None:
             raise TypeError(_MSG_METHOD_NONE.format(where=self._where, field=field))
-        self._store(field, check_calibration, getattr(self, f"{side}{what}_qtype"))
+        remembers = what == "_grad" and self.grad_delayed_range is not None
+        qtype = getattr(self, f"{side}{what}_qtype")
+        self._store(field, check_calibration, qtype, False, remembers)
         self._store(f"{side}{what}_disable_channelwise_axes", check_bool)
 
     def _check_function(self, field: str, what: str, fix: str = "") -> None:
@@ -241,7 +252,11 @@ class RaggedDotQtConfig(DotGeneralQtConfig):
     """
 
 
-_CHILDREN = ("dlhs_stochastic_rounding_noise_fn", "drhs_stochastic_rounding_noise_fn")
+_CHILDREN = (
+    "dlhs_stochastic_rounding_noise_fn",
+    "drhs_stochastic_rounding_noise_fn",
+    "grad_delayed_range",
+)
 
 
 def _register(cls: type) -> None:
@@ -253,7 +268,7 @@ def _register(cls: type) -> None:
         return children, _Static(tuple(getattr(config, name) for name in static))
 
     def unflatten(aux: _Static, children: Any) -> Any:
-        # Not through __init__: JAX puts placeholders where the noise functions were.
+        # Not through __init__: JAX puts placeholders where the children were.
         config: Any = object.__new__(cls)
         for name, value in zip((*static, *_CHILDREN), (*aux.values, *children), strict=True):
             object.__setattr__(config, name, value)

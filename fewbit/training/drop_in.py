@@ -16,8 +16,8 @@ import jax
 from fewbit._rule_checks import nearest
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.training.configs import ConvGeneralQtConfig, DotGeneralQtConfig, RaggedDotQtConfig
-from fewbit.training.dot_general_qt import dot_general_qt
-from fewbit.training.einsum_qt import einsum_qt
+from fewbit.training.dot_products import dot_general_qt
+from fewbit.training.einsum_products import einsum_qt
 from fewbit.training.noise import get_noise_fn
 
 CONFIGS: dict[str, type[DotGeneralQtConfig]] = {
@@ -33,9 +33,9 @@ _MSG_WANTED = (
 )
 _MSG_NO_KEY = (
     "{who}: the rule asks for bwd_stochastic_rounding={method!r}, which needs a key. Give "
-    "key=a_key, or key=a function that returns a fresh one at each call (an nnx.Rngs stream is "
-    "one); in Linen use functools.partial(fewbit.QtDotGeneral, rule) as dot_general_cls, which "
-    "draws from the stream 'stochastic_rounding'."
+    "key=a_key, or key=a function that returns a fresh one at each call; in Linen use "
+    "functools.partial(fewbit.QtDotGeneral, rule) as dot_general_cls, which draws from the stream "
+    "'stochastic_rounding'."
 )
 _MSG_STATIC = (
     "{who}: act_static_scale=True needs ranges collected over steps, which a single layer does not "

@@ -136,7 +136,15 @@ def learned_pair(
 def _rounded(clip: bool, array: jax.Array, parameter: jax.Array, q: QArray) -> jax.Array:
     wide = wider(array.dtype, jnp.float32)
     floats = values(q.qvalue, q.qtype, q.scale, None, None, q.tile_shape, wide)
-    return floats.astype(array.dtype)
+    return _placed_like(floats, array).astype(array.dtype)
+
+
+def _placed_like(result: jax.Array, array: jax.Array) -> jax.Array:
+    """Where the array lies: on an explicit mesh, tiles that were cut open have been gathered."""
+    wanted = jax.typeof(array).sharding
+    if wanted.mesh.are_all_axes_explicit and jax.typeof(result).sharding != wanted:
+        return jax.sharding.reshard(result, wanted)
+    return result
 
 
 @_rounded.defjvp
@@ -148,8 +156,9 @@ def _lsq_tangent(clip: bool, primals: Any, tangents: Any) -> Any:
     step = (d_parameter * sign).astype(wide) * gradient_factor(array.shape, q, wide)
     v = units(array.astype(wide), q.scale.astype(wide), None, None, q.tile_shape)
     spread = map_tiles(lambda v, s: jnp.ones_like(v) * s, v, step, tile_shape=q.tile_shape)
-    inside = (v >= low) & (v <= high)
     number, d = convert_from(q.qvalue, q.qtype, wide), d_array.astype(wide)
+    v, spread, number = (_placed_like(part, array) for part in (v, spread, number))
+    inside = (v >= low) & (v <= high)
     moved = jnp.where(inside, d, jnp.zeros_like(d)) if clip else d
     moved = moved + jnp.where(inside, number - v, number) * spread
     return _rounded(clip, array, parameter, q), moved.astype(array.dtype)

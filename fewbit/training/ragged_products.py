@@ -20,7 +20,7 @@ from fewbit.ops.scaling import placed_like, scale_in, widen
 from fewbit.qarray import HowToQuantize, QArray
 from fewbit.training._run import explicit_sharding, run
 from fewbit.training.configs import GradientSettings, RaggedDotQtConfig, gradient_how
-from fewbit.training.dot_general_qt import check_even_tiles
+from fewbit.training.dot_products import check_even_tiles
 
 # The axes of each operand: rows (M, K), experts (G, K, N).
 _K = 1

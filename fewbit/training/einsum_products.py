@@ -14,7 +14,7 @@ from fewbit.ops.scaling import as_float, make_spec, operand, spec_of
 from fewbit.qarray import HowToQuantize
 from fewbit.training._run import run
 from fewbit.training.configs import DotGeneralQtConfig
-from fewbit.training.dot_general_qt import DotProduct
+from fewbit.training.dot_products import DotProduct
 from fewbit.training.paired import Paired, pair
 
 
