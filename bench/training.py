@@ -107,11 +107,12 @@ class Step:
         marks.append(time.perf_counter())
         parts = dict(zip(("trace", "lower", "compile"), map(_minus, marks, marks[1:]), strict=True))
         memory = self._compiled.memory_analysis()
-        native = lowered.as_text().count("fewbit_")
+        text = lowered.as_text()
         return parts | {
             "build": marks[-1] - marks[0],
             "temporary_bytes": memory.temp_size_in_bytes,
-            "native_calls": native,
+            "native_calls": text.count("custom_call @fewbit_"),
+            "quantized": any(word in text for word in ("xi8>", "xf8E4M3", "@fewbit_")),
         }
 
     def call(self) -> float:
@@ -201,17 +202,14 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 def measure(libraries: dict[str, Library], forms: list[str], args: Any) -> dict[str, Any]:
     import _measure
 
-    import fewbit
-
-    native = fewbit.kernels.native_available()
     asked = [("fewbit", form) for form in forms]
     asked += [("qwix", form) for form in OF_PEER if "qwix" in libraries and form in forms]
     builds: dict[str, list[dict[str, float]]] = {f"{lib} {form}": [] for lib, form in asked}
     for number in range(args.builds + 1):  # the first of a process also pays for imports
         for lib, form in asked:
             answer = libraries[lib].ask("build", form)
-            if lib == "fewbit" and FORMS[form] and native and not answer["native_calls"]:
-                raise SystemExit(f"{form} runs no kernel of fewbit's: is it quantized at all?")
+            if answer.pop("quantized") != (FORMS[form] is not None):
+                raise SystemExit(f"{lib}: the step of {form} is not what its name says")
             if number:
                 builds[f"{lib} {form}"].append(answer)
     calls = {

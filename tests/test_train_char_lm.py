@@ -210,6 +210,7 @@ def test_the_script_trains_writes_and_goes_on(tmp_path):
     assert re.search(r"^\| int4 PTQ \| [\d.]+ \| [\d.]+ \| [+-][\d.]+ \|", out, re.M)
 
 
+@pytest.mark.long
 def test_distillation_brings_two_bits_closer_to_the_float_model():
     out = example("distill_qat.py", "--steps", "40")
     far = dict(re.findall(r"^2-bit (\w+): ([\d.]+) nats", out, re.M))
