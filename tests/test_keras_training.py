@@ -44,7 +44,7 @@ def test_fit_says_what_to_do_and_evaluation_works():
         assert "/up' and 1 more layers are stored on few" in text
         assert "layer.enable_lora(rank=4)" in text and "backbone.enable_lora(rank=4)" in text
         assert "layer.trainable = False" in text
-        assert "quantization-aware training is not there yet" in text
+        assert "fewbit.QtProvider(rules)), fit, then fewbit.to_ptq(model)" in text
     assert model.evaluate(X, Y, verbose=0) > 0 and model.predict(X, verbose=0).shape == (64, 4)
 
 

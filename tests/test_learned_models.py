@@ -210,7 +210,7 @@ def test_two_bits_learned_beat_two_bits_rounded():
 def test_the_plan_shows_that_scales_are_learned():
     plan = fewbit.plan(Net(), PROVIDER, X)
     assert {row.granularity for row in plan.sites} == {"tile 8, learned"}
-    assert "tile 8, learned" in str(plan)
+    assert "tile 8, learned" in plan.table(width=120)
     assert fewbit.Plan.from_json(plan.to_json()) == plan
 
 

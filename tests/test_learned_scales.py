@@ -331,7 +331,7 @@ def test_layers_of_a_scan_learn_as_layers_of_their_own(remat):
     wanted = jax.jit(jax.grad(lambda p: apart(p, x).sum()))(own)
     for end in ("", "_qscale"):
         both = jnp.stack([wanted[name + end] for name in "abc"])
-        np.testing.assert_allclose(found["w" + end], both, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found["w" + end], both, rtol=1e-4, atol=1e-5)
 
 
 def test_gradients_are_the_same_on_eight_devices():

@@ -76,7 +76,10 @@ def _children(container: Any) -> list[keras.Layer]:
 
 def _rows(layer: keras.Layer, path: str, internal: bool) -> Iterator[Row]:
     place = f"{path}.{layer.name}"
-    yield type(layer).__name__, place, " ".join(_values(layer)) if is_quantized(layer) else ""
+    if is_quantized(layer):
+        yield type(layer).__name__, place, " ".join(_values(layer))
+    else:  # what only holds quantized layers goes by the name that its author gave it
+        yield getattr(layer, "_fewbit_original", type(layer)).__name__, place, ""
     if internal:
         for child in direct_sublayers(layer):
             yield from _rows(child, place, internal)

@@ -1,5 +1,6 @@
 """Keras models that train quantized: `fit` as always, products on few bits, variables float."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,7 @@ import keras
 
 from fewbit.keras._choices import Choice
 from fewbit.keras._classes import become, is_quantized
-from fewbit.keras._planning import LayerPlan
+from fewbit.keras._planning import LayerPlan, layers_of
 from fewbit.keras._state import LayerState
 from fewbit.keras._variables import sublayers, unlocked
 
@@ -87,7 +88,12 @@ def to_ptq(
     ]
     if not layers:
         raise ValueError(_MSG_NOT_TRAINED.format(model=model.name))
-    own = [layer._fewbit.rule for layer in layers]
+    # By the paths of now: a model that was loaded may have others than the one that was saved.
+    own = [
+        layer._fewbit.rule.replace(module_path=re.escape(path))
+        for path, layer in layers_of(model).items()
+        if any(layer is each for each in layers)
+    ]
     for layer in layers:
         _make_float(layer)
     forget_compiled(model)
