@@ -101,6 +101,7 @@ def quantize_model(
     make_saveable(model)
     guard_training(model)
     forget_compiled(model)
+    renew_optimizers(model)
     return model
 
 
@@ -195,6 +196,17 @@ def forget_compiled(model: keras.Layer) -> None:
         for name in ("train_function", "test_function", "predict_function", "generate_function"):
             if getattr(each, name, None) is not None:
                 setattr(each, name, None)
+
+
+def renew_optimizers(model: keras.Layer) -> None:
+    """Optimizers as before their first step: what they had was about floats that are gone."""
+    for each in [model, *sublayers(model)]:
+        optimizer = getattr(each, "optimizer", None)
+        if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
+            with warnings.catch_warnings():  # Keras' own, about NumPy
+                warnings.simplefilter("ignore", DeprecationWarning)
+                each.optimizer = type(optimizer).from_config(optimizer.get_config())
+            each.optimizer.build(each.trainable_variables)
 
 
 def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
