@@ -262,6 +262,11 @@ class Plan:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def trains(self) -> bool:
+        """Whether it is of a model that trains: gradients are planned, parameters stay float."""
+        return any(site.dlhs is not None or site.drhs is not None for site in self.sites)
+
     @functools.cached_property
     def _leaf_by_path(self) -> dict[str, LeafPlan]:
         return {leaf.path: leaf for leaf in self.leaves}

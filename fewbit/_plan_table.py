@@ -119,8 +119,7 @@ def site_rows(plan: Plan) -> list[Row]:
 
 
 def _header(plan: Plan) -> tuple[str, ...]:
-    trains = any(site.dlhs is not None or site.drhs is not None for site in plan.sites)
-    return _TRAINING if trains else _HEADER
+    return _TRAINING if plan.trains else _HEADER
 
 
 def _row(

@@ -36,6 +36,11 @@ from fewbit.static_statistics import add_scales, is_fixed
 from fewbit.storing import quantize_for_kernels, quantize_plain
 from fewbit.training.learned import QSCALE, quantize_learned
 
+_MSG_TRAINS = (
+    "This plan is of a model that trains (a QtProvider's): its parameters stay float, and "
+    "quantize_params would change nothing. After training write fewbit.to_ptq(model, params), or "
+    "quantize by a plan that serves: fewbit.plan(model, rules, *inputs)."
+)
 _MSG_SHAPE = (
     "{path} has shape {found}, expected {wanted}.{turned} The plan or template was made for "
     "another model or other sizes: make it again with this model."
@@ -85,6 +90,8 @@ def quantize_params(
             "quantize_params takes the parameters first and the plan second: "
             "quantize_params(params, plan)."
         )
+    if isinstance(abstract_quantized_params, Plan) and abstract_quantized_params.trains:
+        raise ValueError(_MSG_TRAINS)
     template = Template(abstract_quantized_params, allow_extra_params)
     known = weight_absmax or {}
     if isinstance(params, LoraParams) and not template.learns:

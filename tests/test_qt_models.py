@@ -522,3 +522,5 @@ def test_the_plan_shows_three_products():
     qat = fewbit.plan(mlp, QtProvider([W8A8]), PARAMS, X).sites[0]
     assert (qat.dlhs, qat.drhs) == ("float", "float")
     assert plan.totals.bytes_after == plan.totals.bytes_before  # parameters stay float
+    with pytest.raises(ValueError, match="This plan is of a model that trains"):
+        fewbit.quantize_params(PARAMS, plan)
