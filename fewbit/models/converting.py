@@ -80,7 +80,8 @@ def to_ptq(
     if not inputs and not kwargs:
         example = kind.last_call(model)
         if example is None:
-            raise ValueError(_MSG_INPUTS.format(name=type(source).__name__))
+            name = getattr(source, "__name__", type(source).__name__)
+            raise ValueError(_MSG_INPUTS.format(name=name))
         inputs, kwargs = example
     rules = [serving_rule(rule) for rule in provider.rules]
     serving = PtqProvider(rules, disable_jit=provider.disable_jit, strict=provider.strict)

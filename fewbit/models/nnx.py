@@ -5,7 +5,7 @@ Each public method of such a class is traced on a private float twin and interpr
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,10 +108,11 @@ def quantize(
         nnx_adapters.add_adapters(new, made, rngs, provider.adapts and provider.has_dropout)
     if provider.trains:
         nnx_learned.add_scales(new, requests)
-    if made is not None and provider.collects:
-        _add_statistics(new, provider, inputs, methods, kwargs)
-    if made is not None and provider.delays:
-        _add_histories(new, provider, inputs, methods, kwargs)
+    if made is not None and (provider.collects or provider.delays):
+        ready = nnx_calls.prepare(new, provider, methods[0], inputs, kwargs)
+        run = ready.runner, ready.dynamic
+        _put_on_modules(new, empty_statistics_of(run), nnx_calls.QuantStat)
+        _put_on_modules(new, empty_histories_of(run), nnx_calls.AmaxHistory)
     if provider.trains and provider.draws_noise:
         for _, module in modules(new):
             setattr(module, nnx_calls.RNGS, nnx.data(None))
@@ -121,41 +122,22 @@ def quantize(
 
 
 def _add_scales(model: nnx.Module, made: Plan) -> None:
-    """Params for static scales on the modules of their Sites, to be filled by calibration."""
-    places = dict(modules(model))
+    """Params for static scales, to be filled by calibration."""
     values = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
-    for name, value in empty_scales(made.scales, abstract).items():
-        path, _, attribute = name.rpartition("/")
-        if path not in places:
-            raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
-        setattr(places[path], attribute, nnx.Param(value))
+    _put_on_modules(model, empty_scales(made.scales, abstract), nnx.Param)
 
 
-def _add_statistics(
-    model: nnx.Module, provider: Any, inputs: tuple, methods: Sequence[str], kwargs: dict
+def _put_on_modules(
+    model: nnx.Module, entries: Mapping[str, Any], kind: Callable[[Any], Any]
 ) -> None:
-    """Empty statistics on the modules of their Sites, to be filled by training."""
-    ready = nnx_calls.prepare(model, provider, methods[0], inputs, kwargs)
+    """A Variable of this kind for each entry, on the module of its Site."""
     places = dict(modules(model))
-    for name, stat in empty_statistics_of((ready.runner, ready.dynamic)).items():
+    for name, value in entries.items():
         path, _, attribute = name.rpartition("/")
         if path not in places:
             raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
-        setattr(places[path], attribute, nnx_calls.QuantStat(stat))
-
-
-def _add_histories(
-    model: nnx.Module, provider: Any, inputs: tuple, methods: Sequence[str], kwargs: dict
-) -> None:
-    """Empty histories on the modules of their Sites, for delayed scales."""
-    ready = nnx_calls.prepare(model, provider, methods[0], inputs, kwargs)
-    places = dict(modules(model))
-    for name, history in empty_histories_of((ready.runner, ready.dynamic)).items():
-        path, _, attribute = name.rpartition("/")
-        if path not in places:
-            raise PlanError(_MSG_NO_MODULE.format(name=name, path=path))
-        setattr(places[path], attribute, nnx_calls.AmaxHistory(history))
+        setattr(places[path], attribute, kind(value))
 
 
 def plan(
