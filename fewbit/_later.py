@@ -26,9 +26,9 @@ class Later:
     until: str
 
 
-_FLOAT_TRAINING = (
-    "train in float and quantize afterwards: quantize_model(model, PtqProvider(rules)); gradients "
-    "through a quantized model are straight-through"
+_TRAINING = (
+    "train with QtProvider([QtRule(...)]), whose forward pass is the one that serves, and convert "
+    "with fewbit.to_ptq; the export itself is not there"
 )
 _ROUND_TO_NEAREST = (
     "use quantize_params with a smaller tile_size or weight_calibration_method='mse', which lower "
@@ -36,7 +36,7 @@ _ROUND_TO_NEAREST = (
 )
 
 LATER = {
-    "OdmlQatProvider": Later("train a model for export to LiteRT", _FLOAT_TRAINING),
+    "OdmlQatProvider": Later("train a model for export to LiteRT", _TRAINING),
     "OdmlConversionProvider": Later(
         "convert a model for export to LiteRT", "export the float model and quantize it there"
     ),
