@@ -19,22 +19,9 @@ framework is imported until a model of its kind is seen.
 import typing as _typing
 
 from fewbit import kernels as kernels
-from fewbit._plan import Plan as Plan
-from fewbit._plan import Site as Site
-from fewbit._plan_messages import PlanError as PlanError
-from fewbit._trainable import merge_trainable as merge_trainable
-from fewbit._trainable import split_trainable as split_trainable
-from fewbit._trainable import trainable as trainable
 from fewbit._version import __version__ as __version__
-from fewbit.current import get_current_rule as get_current_rule
-from fewbit.engine import UntraceableModelError as UntraceableModelError
 from fewbit.layouts import pack as pack
 from fewbit.layouts import unpack as unpack
-from fewbit.models import plan as plan
-from fewbit.models import quantize_model as quantize_model
-from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
-from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
-from fewbit.modes.ptq import PtqProvider as PtqProvider
 from fewbit.ops import conv_general_dilated as conv_general_dilated
 from fewbit.ops import dot as dot
 from fewbit.ops import dot_general as dot_general
@@ -42,28 +29,26 @@ from fewbit.ops import einsum as einsum
 from fewbit.ops import ragged_dot as ragged_dot
 from fewbit.ops import ragged_dot_general as ragged_dot_general
 from fewbit.ops import take as take
-from fewbit.params import quantize_params as quantize_params
 from fewbit.qarray import HowToQuantize as HowToQuantize
 from fewbit.qarray import QArray as QArray
 from fewbit.qarray import WithAux as WithAux
 from fewbit.qarray import dequantize as dequantize
 from fewbit.qarray import quantize as quantize
-from fewbit.reporting import Report as Report
-from fewbit.reporting import report as report
 from fewbit.rules import LoraRule as LoraRule
 from fewbit.rules import QtRule as QtRule
 from fewbit.rules import QuantizationRule as QuantizationRule
-from fewbit.rules_io import rules_from_json as rules_from_json
-from fewbit.rules_io import rules_from_yaml as rules_from_yaml
-from fewbit.rules_io import rules_to_json as rules_to_json
-from fewbit.rules_io import rules_to_yaml as rules_to_yaml
-from fewbit.static_scales import QuantizedParams as QuantizedParams
 
-if (
-    _typing.TYPE_CHECKING
-):  # loaded when first used (fewbit._later.LAZY): importing fewbit stays quick
+if _typing.TYPE_CHECKING:  # loaded when first used (fewbit._lazy): importing fewbit stays quick
+    from fewbit._plan import Plan as Plan
+    from fewbit._plan import Site as Site
+    from fewbit._plan_messages import PlanError as PlanError
+    from fewbit._trainable import merge_trainable as merge_trainable
+    from fewbit._trainable import split_trainable as split_trainable
+    from fewbit._trainable import trainable as trainable
     from fewbit.calibrating import Batch as Batch
     from fewbit.calibrating import calibrate as calibrate
+    from fewbit.current import get_current_rule as get_current_rule
+    from fewbit.engine import UntraceableModelError as UntraceableModelError
     from fewbit.io.errors import CheckpointError as CheckpointError
     from fewbit.io.inspecting import inspect as inspect
     from fewbit.io.inspecting import verify as verify
@@ -76,16 +61,29 @@ if (
     from fewbit.lora.merging import merge_lora as merge_lora
     from fewbit.lora.peft_reading import load_adapters as load_adapters
     from fewbit.lora.peft_writing import save_adapters as save_adapters
+    from fewbit.models import plan as plan
+    from fewbit.models import quantize_model as quantize_model
     from fewbit.models.adapted import apply_lora_to_model as apply_lora_to_model
     from fewbit.models.converting import to_ptq as to_ptq
     from fewbit.models.learning import add_learned_scales as add_learned_scales
     from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
     from fewbit.models.linen_drop_in import QtEinsum as QtEinsum
     from fewbit.modes.lora import LoraProvider as LoraProvider
+    from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
+    from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider
+    from fewbit.modes.ptq import PtqProvider as PtqProvider
     from fewbit.modes.qt import QtProvider as QtProvider
     from fewbit.observed import Statistics as Statistics
     from fewbit.observers import Observer as Observer
     from fewbit.observers import register_observer as register_observer
+    from fewbit.params import quantize_params as quantize_params
+    from fewbit.reporting import Report as Report
+    from fewbit.reporting import report as report
+    from fewbit.rules_io import rules_from_json as rules_from_json
+    from fewbit.rules_io import rules_from_yaml as rules_from_yaml
+    from fewbit.rules_io import rules_to_json as rules_to_json
+    from fewbit.rules_io import rules_to_yaml as rules_to_yaml
+    from fewbit.static_scales import QuantizedParams as QuantizedParams
     from fewbit.training.configs import ConvGeneralQtConfig as ConvGeneralQtConfig
     from fewbit.training.configs import DotGeneralQtConfig as DotGeneralQtConfig
     from fewbit.training.configs import RaggedDotQtConfig as RaggedDotQtConfig
@@ -96,15 +94,22 @@ if (
 
 
 def __dir__() -> list[str]:
-    from fewbit._later import LAZY
+    from fewbit._lazy import LAZY
 
     return sorted({*globals(), *LAZY})
 
 
 def __getattr__(name: str) -> object:
-    """Names that load a framework, that come later, or that are misspelt."""
+    """Names that are loaded when first used, that come later, or that are misspelt."""
     if name.startswith("__"):  # Python's own questions are not about us
         raise AttributeError(name)
-    from fewbit._later import resolve
+    from fewbit._lazy import load
 
-    return resolve(name)
+    try:
+        value = load(name)
+    except KeyError:
+        from fewbit._later import resolve
+
+        return resolve(name)
+    globals()[name] = value
+    return value

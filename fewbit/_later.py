@@ -4,7 +4,6 @@ Code that moves to fewbit imports them without trouble; using one says what it i
 its place. `fewbit.__getattr__` comes here for every name that `fewbit` itself does not have.
 """
 
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
+from fewbit._lazy import LAZY
 from fewbit.modes.provider import QuantizationProvider
 
 _MSG_LATER = "fewbit.{name} is not there yet. It will {what}. Until then, {until}."
@@ -92,51 +92,6 @@ NEVER = {
 }
 MODULES = ("gptq", "awq", "smooth_quant", "qep", "hadamard_rot", "sparsity", "hijax", "padded_ptq")
 
-# Names with a home that is loaded on first use, because it needs a framework or is rarely wanted.
-LAZY = {
-    "float_params": ("fewbit.models.nnx", "float_params"),
-    "QtProvider": ("fewbit.modes.qt", "QtProvider"),
-    "LoraProvider": ("fewbit.modes.lora", "LoraProvider"),
-    "apply_lora_to_model": ("fewbit.models.adapted", "apply_lora_to_model"),
-    "to_ptq": ("fewbit.models.converting", "to_ptq"),
-    "add_learned_scales": ("fewbit.models.learning", "add_learned_scales"),
-    "AmaxHistory": ("fewbit.models.nnx_calls", "AmaxHistory"),
-    "QuantStat": ("fewbit.models.nnx_calls", "QuantStat"),
-    "debug": ("fewbit.debug", None),
-    "training": ("fewbit.training", None),
-    "dot_general_qt": ("fewbit.training", "dot_general_qt"),
-    "einsum_qt": ("fewbit.training", "einsum_qt"),
-    "conv_general_qt": ("fewbit.training", "conv_general_qt"),
-    "ragged_dot_qt": ("fewbit.training", "ragged_dot_qt"),
-    "DotGeneralQtConfig": ("fewbit.training", "DotGeneralQtConfig"),
-    "ConvGeneralQtConfig": ("fewbit.training", "ConvGeneralQtConfig"),
-    "RaggedDotQtConfig": ("fewbit.training", "RaggedDotQtConfig"),
-    "QtDotGeneral": ("fewbit.models.linen_drop_in", "QtDotGeneral"),
-    "QtEinsum": ("fewbit.models.linen_drop_in", "QtEinsum"),
-    "keras": ("fewbit.keras", None),
-    "observers": ("fewbit.observers", None),
-    "Batch": ("fewbit.calibrating", "Batch"),
-    "calibrate": ("fewbit.calibrating", "calibrate"),
-    "CheckpointError": ("fewbit.io.errors", "CheckpointError"),
-    "inspect": ("fewbit.io.inspecting", "inspect"),
-    "verify": ("fewbit.io.inspecting", "verify"),
-    "lora": ("fewbit.lora", None),
-    "load_adapters": ("fewbit.lora.peft_reading", "load_adapters"),
-    "merge_lora": ("fewbit.lora.merging", "merge_lora"),
-    "save_adapters": ("fewbit.lora.peft_writing", "save_adapters"),
-    "load": ("fewbit.io.loading", "load"),
-    "save": ("fewbit.io.saving", "save"),
-    "Statistics": ("fewbit.observed", "Statistics"),
-    "Observer": ("fewbit.observers", "Observer"),
-    "register_observer": ("fewbit.observers", "register_observer"),
-    "pallas": ("fewbit.pallas", None),
-    "contrib": ("fewbit.contrib", None),
-    "process_prequantized_params": ("fewbit.io.prequantized", "process_prequantized_params"),
-    "restore_quantization_rules": ("fewbit.io.restored_rules", "restore_quantization_rules"),
-    "quantize_checkpoint": ("fewbit.io.quantize_checkpoint", "quantize_checkpoint"),
-    "read_checkpoint": ("fewbit.io.read_checkpoint", "read_checkpoint"),
-}
-
 
 def message(name: str) -> str:
     """The sentence about a name that is not there.
@@ -215,10 +170,6 @@ def resolve(name: str) -> Any:
         ...
     AttributeError: fewbit has no 'quantise_model'. Did you mean 'quantize_model'?
     """
-    if name in LAZY:
-        home, attribute = LAZY[name]
-        module = importlib.import_module(home)
-        return module if attribute is None else getattr(module, attribute)
     if name in _STANDINS:
         return stand_in(name)
     own = [word for word in vars(sys.modules["fewbit"]) if not word.startswith("_")]

@@ -80,6 +80,7 @@ LAYERS = [
     ["lm"],
     [
         "reporting",
+        "_lazy",
         "_later",
         "pallas",
         "contrib",

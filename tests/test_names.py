@@ -1,5 +1,8 @@
 """Every name that code moving to fewbit may use: it works, comes later, or never, and says so."""
 
+import ast
+import importlib
+import pathlib
 import subprocess
 import sys
 import tempfile
@@ -12,6 +15,7 @@ from flax import nnx
 
 import fewbit
 from fewbit._later import LATER, MODULES, NEVER
+from fewbit._lazy import LAZY
 
 X, W = jnp.ones((2, 4)), jnp.eye(4)
 RULES = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
@@ -333,6 +337,21 @@ def test_a_name_that_is_nobodys():
         fewbit.xyzzy  # noqa: B018
     with pytest.raises(ImportError):
         from fewbit import nonsense  # noqa: F401
+
+
+def test_type_checkers_see_the_names_that_are_loaded_when_first_used():
+    tree = ast.parse(pathlib.Path(fewbit.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in block.body for alias in node.names}
+    for name, module in seen.items():
+        assert getattr(fewbit, name) is getattr(importlib.import_module(module), name)
+    assert seen.keys() <= LAZY.keys()
+    for name, (_, attribute) in LAZY.items():
+        assert (
+            name in seen
+            or attribute is None
+            or name in ("float_params", "AmaxHistory", "QuantStat")
+        )
 
 
 def test_later_names_load_no_framework():
