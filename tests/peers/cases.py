@@ -165,6 +165,11 @@ def _with(array, **changes):
     return dataclasses.replace(array, **changes)
 
 
+def _bfloat16(image, kernel, channels):
+    image = Array(image, 42, dtype="bfloat16", channelwise=(0,))
+    return image, Array(kernel, 42, dtype="bfloat16", channelwise=(channels,))
+
+
 PRODUCTS = (
     _dot("w8a8", _lhs(), _rhs()),
     _dot("w8a8 exact", _lhs(**_UNIT), _rhs(**_UNIT), exact=True),
@@ -207,6 +212,13 @@ PRODUCTS = (
     _conv("grouped", _IMAGE, _with(_KERNEL, shape=(3, 3, 3, 10)), feature_group_count=2),
     _conv("NCHW", _with(_IMAGE, shape=(2, 6, 9, 8)), _with(_KERNEL, shape=(10, 6, 3, 3),
           channelwise=(0,)), dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    # Problems whose error against float is bounded for TPUs (tests/test_ops_conv.py): on a CPU the
+    # peer is as far from float as we are.
+    _conv("NCHW bfloat16", *_bfloat16((10, 5, 40, 30), (2, 5, 3, 3), 0),
+          dimension_numbers=("NCHW", "OIHW", "NCHW")),
+    _conv("NHWC bfloat16", *_bfloat16((10, 40, 30, 5), (3, 3, 5, 2), 3)),
+    _conv("grouped bfloat16", *_bfloat16((10, 15, 40, 30), (3, 5, 3, 3), 0),
+          dimension_numbers=("NCHW", "OIHW", "NCHW"), feature_group_count=3),
     _ragged("w8a8", _TOKENS, _EXPERTS),
     _ragged("exact", _with(_TOKENS, **_UNIT), _with(_EXPERTS, **_UNIT), exact=True),
     _ragged("one scale per expert", _TOKENS, _with(_EXPERTS, channelwise=(0, 2))),
