@@ -19,7 +19,8 @@ from fewbit.provenance import (
 )
 from fewbit.qarray import HowToQuantize
 from fewbit.rules import QtRule, QuantizationRule
-from fewbit.trace import Program, TracedSite, product_letters
+from fewbit.trace import Program, TracedSite
+from fewbit.trace_shapes import product_letters
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,9 @@ class Constant:
     """An array closed over by the function: not a parameter, so it cannot be replaced."""
 
 
+Source = Origin | Changed | Constant | None
+
+
 class TileDoesNotFit(ValueError):
     """A tile asked for on an operand's axis has no counterpart on the stored leaf."""
 

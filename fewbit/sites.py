@@ -14,7 +14,8 @@ from fewbit.decisions import Decision, weight_operand
 from fewbit.moves import CannotMove
 from fewbit.static_run import StaticScales
 from fewbit.static_scales import SIDES, name_at
-from fewbit.trace import TracedSite, product_letters
+from fewbit.trace import TracedSite
+from fewbit.trace_shapes import product_letters
 from fewbit.trained_histories import GRADIENT
 from fewbit.trained_statistics import scales_of_step
 from fewbit.training.delayed import SUFFIX

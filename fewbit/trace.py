@@ -7,9 +7,8 @@ itself.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 from fewbit import jaxprs
 from fewbit._plan import ArrayInfo, Site
 from fewbit.jaxprs import Eqn, Jaxpr, Where
-from fewbit.provenance import Atom, Changed, Constant, Origin, reshape_axes
-
-Source = Origin | Changed | Constant | None
-Moved = Sequence[Source] | None  # None: not layout after all
+from fewbit.provenance import Changed, Constant, Origin, Source
+from fewbit.trace_layout import LAYOUT, sliced
+from fewbit.trace_shapes import is_row_lookup, letters_of, multiply_adds
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ class _Walk:
         if name == "shard_map":  # inside, shapes are one shard's; outside, they are whole again
             inner = jaxprs.open_jaxpr(bodies[0]).invars
             shards = [
-                _sliced(s, v.aval.shape, name) if isinstance(s, Origin) else s
+                sliced(s, v.aval.shape, name) if isinstance(s, Origin) else s
                 for s, v in zip(ins, inner, strict=True)
             ]
             around, self.in_shards = self.in_shards, True
@@ -236,7 +234,7 @@ class _Walk:
         index = self.numbers[path, op]
         self.numbers[path, op] += 1
         lhs, rhs, out = (_info(v) for v in (*eqn.invars[:2], eqn.outvars[0]))
-        macs = _multiply_adds(eqn) * trips
+        macs = multiply_adds(eqn) * trips
         site = Site(
             path=path,
             op=op,
@@ -250,7 +248,7 @@ class _Walk:
             trips=trips,
             weight=weight,
             weight_side=None if side is None else ("lhs", "rhs")[side],
-            spec=place.einsum or _spec(eqn),
+            spec=place.einsum or letters_of(eqn),
         )
         return TracedSite(site, eqn, sources, place, self.layers, self.in_rule, self.in_shards)
 
@@ -276,136 +274,3 @@ def _fixed_carry(body: Any, first: int, sources: Sequence[Source]) -> list[Sourc
 
 def _info(var: Any) -> ArrayInfo:
     return ArrayInfo(tuple(var.aval.shape), str(jnp.dtype(var.aval.dtype)))
-
-
-def _multiply_adds(eqn: Eqn) -> int:
-    name, p = eqn.primitive.name, eqn.params
-    lhs, rhs, out = (v.aval.shape for v in (*eqn.invars[:2], eqn.outvars[0]))
-    if name == "dot_general":
-        (contracting, _), _ = p["dimension_numbers"]
-        return prod(out) * prod(lhs[a] for a in contracting)
-    if name == "conv_general_dilated":
-        spec = p["dimension_numbers"].rhs_spec
-        return prod(out) * prod(rhs) // max(rhs[spec[0]], 1)
-    if name == "ragged_dot_general":
-        numbers = p["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        return prod(out) * prod(lhs[a] for a in numbers[0][0])
-    return 0
-
-
-def _spec(eqn: Eqn) -> str:
-    if eqn.primitive.name != "dot_general":
-        return ""
-    return product_letters(eqn.params["dimension_numbers"], *(v.aval.ndim for v in eqn.invars))
-
-
-def product_letters(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> str:
-    """A dot_general's dimension numbers as an einsum string over the same operands and result.
-
-    >>> product_letters((((1,), (0,)), ((), ())), 2, 2)
-    'ab,bc->ac'
-    """
-    letters = iter("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    (lc, rc), (lb, rb) = dimension_numbers
-    lhs = [next(letters) for _ in range(lhs_ndim)]
-    shared = {r: lhs[left] for left, r in [*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)]}
-    rhs = [shared[i] if i in shared else next(letters) for i in range(rhs_ndim)]
-    out = [lhs[i] for i in lb]
-    out += [lhs[i] for i in range(lhs_ndim) if i not in (*lc, *lb)]
-    out += [rhs[i] for i in range(rhs_ndim) if i not in shared]
-    return f"{''.join(lhs)},{''.join(rhs)}->{''.join(out)}"
-
-
-def is_row_lookup(eqn: Eqn) -> bool:
-    """A gather that takes whole rows along one axis: `table[ids]`, `jnp.take(table, ids, axis)`."""
-    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape = eqn.invars[0].aval.shape
-    axes = tuple(numbers.collapsed_slice_dims)
-    return (
-        len(axes) == 1
-        and tuple(numbers.start_index_map) == axes
-        and not numbers.operand_batching_dims
-        and all(
-            s == (1 if a in axes else n) for a, (s, n) in enumerate(zip(sizes, shape, strict=True))
-        )
-    )
-
-
-# --- layout primitives: how atoms move ------------------------------------------------------------
-
-
-def _same(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    return [s if isinstance(s, Origin) else None for s in ins[: len(eqn.outvars)]]
-
-
-def _cast(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    floating = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
-    return [ins[0]] if floating else None
-
-
-def _transpose(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    return [ins[0].with_axes([ins[0].axes[a] for a in eqn.params["permutation"]])]
-
-
-def _reshape(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    axes = reshape_axes(ins[0].axes, eqn.outvars[0].aval.shape)
-    return None if axes is None else [ins[0].with_axes(axes)]
-
-
-def _squeeze(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    drop = eqn.params["dimensions"]
-    return [ins[0].with_axes([g for a, g in enumerate(ins[0].axes) if a not in drop])]
-
-
-def _broadcast(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    old = eqn.invars[0].aval.shape
-    at = {out: src for src, out in enumerate(eqn.params["broadcast_dimensions"])}
-    axes = []
-    for axis, size in enumerate(eqn.outvars[0].aval.shape):
-        kept = axis in at and old[at[axis]] == size
-        axes.append(ins[0].axes[at[axis]] if kept else (Atom(None, size),))
-    return [ins[0].with_axes(axes)]
-
-
-def _slice(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    return [_sliced(ins[0], v.aval.shape, eqn.primitive.name) for v in eqn.outvars]
-
-
-def _reversed(eqn: Eqn, ins: Sequence[Any]) -> Moved:
-    return [replace(ins[0], parted=ins[0].parted or "rev")]
-
-
-def _sliced(source: Origin, shape: Sequence[int], by: str) -> Origin:
-    """Part of an axis: its atoms keep their axis; a merged axis that is cut keeps only its size."""
-    axes = []
-    for group, size in zip(source.axes, shape, strict=True):
-        whole = prod(atom.size for atom in group) == size
-        first = group[0] if group else Atom(None, 1)
-        axes.append(
-            group if whole else (Atom(first.axis, size, first.stride),) if len(group) == 1 else ()
-        )
-    parted = source.parted
-    if any(prod(a.size for a in group) != n for group, n in zip(source.axes, shape, strict=True)):
-        parted = parted or by
-    return replace(source, axes=tuple(axes), parted=parted)
-
-
-LAYOUT: Mapping[str, Any] = {
-    "convert_element_type": _cast,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "broadcast_in_dim": _broadcast,
-    "rev": _reversed,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "split": _slice,
-    "copy": _same,
-    "device_put": _same,
-    "sharding_constraint": _same,
-    "reshard": _same,
-    "pvary": _same,
-    "optimization_barrier": _same,
-    "stop_gradient": _same,
-    "name": _same,
-}

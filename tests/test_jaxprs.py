@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from fewbit import jaxprs
 from fewbit.rebuild import REBUILD
-from fewbit.trace import LAYOUT
+from fewbit.trace_layout import LAYOUT
 from fewbit.weight_moves import MOVES
 
 X = jnp.ones((8, 4))

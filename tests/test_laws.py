@@ -35,6 +35,7 @@ LAYERS = [
             "planner",
             "decisions",
             "trace",
+            "trace_*",
             "interpret",
             "jaxprs",
             "provenance",

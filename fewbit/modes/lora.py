@@ -13,7 +13,7 @@ import jax
 from fewbit import adapter_products, current
 from fewbit.modes.ptq import BoxedParamProvider
 from fewbit.rules import LoraRule, QuantizationRule
-from fewbit.trace import product_letters
+from fewbit.trace_shapes import product_letters
 
 _MSG_BOTH = (
     "Only one of rules and kwargs should be provided. Write LoraProvider([LoraRule(...), ...]), or "
