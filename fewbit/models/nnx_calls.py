@@ -15,6 +15,18 @@ from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_adapters import dropout_key, is_adapter
 from fewbit.models.nnx_learned import LearnedScale
+from fewbit.models.nnx_places import (
+    After,
+    In,
+    New,
+    Node,
+    Object,
+    Outcome,
+    Path,
+    Slots,
+    input_slots,
+    refer,
+)
 from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.static_scales import NOISE, STREAM, ScaleName, is_static_scale
@@ -30,8 +42,6 @@ _NO_SCOPES = (
 RNGS = "qwix_rngs"  # the attribute that people set by `model.set_attributes(qwix_rngs=nnx.Rngs(0))`
 
 UPDATE_OFF = "disable_quant_stats_update"  # set by people to evaluate without counting
-
-Path = tuple[Any, ...]
 
 
 class QuantStat(nnx.Variable):
@@ -72,7 +82,7 @@ def prepare(
         if not isinstance(value, nnx.Pytree | nnx.Variable):
             return value
         nodes.append(value)
-        return _Node(len(nodes) - 1)
+        return Node(len(nodes) - 1)
 
     args, kwargs = jax.tree.map(mark, (args, kwargs), is_leaf=is_object)
     graphdef, state = nnx.split(tuple(nodes))
@@ -96,11 +106,11 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
     outcome, stats = _run(ready, provider, model)
 
     def leaf(slot):
-        if isinstance(slot, _In):
+        if isinstance(slot, In):
             return ready.dynamic[slot.number]
-        if isinstance(slot, _Object):
+        if isinstance(slot, Object):
             return get_at(ready.nodes, slot.path)
-        return outcome.new[slot.number] if isinstance(slot, _New) else slot
+        return outcome.new[slot.number] if isinstance(slot, New) else slot
 
     def value(slots):
         treedef, leaves = slots
@@ -136,7 +146,7 @@ def last_call(model: nnx.Module, provider: Any) -> tuple[tuple, dict] | None:
     if runner is None or runner.example is None:
         return None
     _, args, kwargs, _ = runner.call.merge(runner.example)
-    has_nodes = any(isinstance(leaf, _Node) for leaf in jax.tree.leaves((args, kwargs)))
+    has_nodes = any(isinstance(leaf, Node) for leaf in jax.tree.leaves((args, kwargs)))
     return None if has_nodes else (args, kwargs)
 
 
@@ -159,104 +169,13 @@ def noise_key(model: nnx.Module, provider: Any) -> Any:
     return rngs[STREAM]() if provider.trains and provider.draws_noise and rngs is not None else None
 
 
-# --- places of values among a call's inputs and results ------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Node:
-    """The place of an NNX object among a call's arguments."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class _In:
-    """A value that is traced input `number`."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _New:
-    """A value that is computed: number `number` of an outcome's arrays."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class _Object:
-    """A result that is one of the caller's own modules or Variables."""
-
-    path: Path
-
-
-def _refer(result: Any, nodes: tuple[Any, ...]) -> Any:
-    """A method's result with the twin's modules and Variables replaced by their paths."""
-    found: dict[int, Path] = {}
-
-    def refer(value):
-        if not isinstance(value, nnx.Pytree | nnx.Variable):
-            return value
-        if not found:
-            found.update((id(node), path) for path, node in nnx.iter_graph(nodes))
-        return _Object(found[id(value)]) if id(value) in found else value
-
-    return jax.tree.map(refer, result, is_leaf=is_object)
-
-
-# A treedef, and for each leaf its place or, if it is no array, the leaf itself.
-Slots = tuple[Any, tuple[Any, ...]]
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass
-class _After:
-    """A twin after its call: output and state as arrays, everything else static.
-
-    `graphdef` is None when the structure did not change.
-    """
-
-    arrays: list[Any]
-    out: Call
-    state: tuple[tuple[Path, Call], ...]
-    graphdef: Any
-
-    def tree_flatten(self):
-        return (self.arrays,), (self.out, self.state, self.graphdef)
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(children[0], *static)
-
-
-@jax.tree_util.register_pytree_node_class
-@dataclass
-class _Outcome:
-    """What leaves the jit: new arrays. The rest is static, so that a cached call knows it too."""
-
-    new: list[Any]
-    out: Slots
-    writes: tuple[tuple[Path, Slots], ...]
-    structure: Any  # (graphdef, every Variable's slots), or None
-
-    def tree_flatten(self):
-        return (self.new,), (self.out, self.writes, self.structure)
-
-    @classmethod
-    def tree_unflatten(cls, static, children):
-        return cls(children[0], *static)
-
-
-# --- the runner ----------------------------------------------------------------------------------
-
-
 class NnxRunner(Runner):
     """A runner that reports changed state instead of returning all of it."""
 
     def __init__(self, model, provider, method, bases, graphdef, call, variables, tree):
         base = bases[0]
         names = _names(bases, variables, tree)
-        before = _input_slots(variables)
+        before = input_slots(variables)
         scales = tuple(
             path
             for path, v in variables.items()
@@ -294,7 +213,7 @@ class NnxRunner(Runner):
         program = replace(traced.program, opaque=traced.program.opaque + self._notes)
         return replace(traced, program=program)
 
-    def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> _Outcome:
+    def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Outcome:
         after = jax.tree.unflatten(traced.out_tree, list(range(len(outs))))
         numbers = iter(after.arrays)
         new: list[Any] = []
@@ -309,14 +228,14 @@ class NnxRunner(Runner):
                 source = traced.forwarded[number]
                 if source is None:
                     new.append(plain(outs[number]))
-                leaves.append(_New(len(new) - 1) if source is None else _In(source))
+                leaves.append(New(len(new) - 1) if source is None else In(source))
             return call.treedef, tuple(leaves)
 
         out = slots(after.out)
         contents = tuple((path, slots(call)) for path, call in after.state)
         writes = tuple((path, s) for path, s in contents if self.before.get(path) != s)
         structure = None if after.graphdef is None else (after.graphdef, contents)
-        return _Outcome(new, out, writes, structure)
+        return Outcome(new, out, writes, structure)
 
     def rewritten(self, tree: Any) -> list[str]:
         """The parameters that the forward itself changes."""
@@ -327,7 +246,7 @@ class NnxRunner(Runner):
             leaf.number
             for path, (_, leaves) in self.before.items()
             for leaf in leaves
-            if path in changed and isinstance(leaf, _In)
+            if path in changed and isinstance(leaf, In)
         ]
         return [name for name in map(self.names.__getitem__, numbers) if name is not None]
 
@@ -364,19 +283,6 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
     return tuple(name(key) for key, value in flat if is_array(value))
 
 
-def _input_slots(variables: dict[Path, Any]) -> dict[Path, Slots]:
-    """Where each Variable's value comes from when a call begins."""
-    number, found = 0, {}
-    for path, variable in variables.items():
-        leaves, treedef = jax.tree.flatten(value_of(variable), is_leaf=is_stored)
-        places: list[Any] = []
-        for leaf in leaves:
-            places.append(_In(number) if is_array(leaf) else leaf)
-            number += is_array(leaf)
-        found[path] = (treedef, tuple(places))
-    return found
-
-
 def _run_twin(
     graphdef: Any,
     base: str,
@@ -385,7 +291,7 @@ def _run_twin(
     scales: tuple[Path, ...],
     annotate: bool,
     dynamic: list[Any],
-) -> _After:
+) -> After:
     values, args, kwargs, _ = call.merge(dynamic)
     nodes = nnx.merge(graphdef, values)  # a list: a Variable may hold a dict, which is no state
     # The author's code, which may scan or vmap a module, must not meet scales of another shape.
@@ -396,18 +302,18 @@ def _run_twin(
     changed = open_scopes(nodes, base, annotate)
 
     def unmark(value):
-        return nodes[value.index] if isinstance(value, _Node) else value
+        return nodes[value.index] if isinstance(value, Node) else value
 
-    args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, _Node))
+    args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
     result = getattr(nodes[0], method)(*args, **kwargs)
     close_scopes(changed)
     for (module, name), variable in zip(set_aside, variables, strict=True):
         setattr(module, name, variable)
-    out, out_call = split_call(_refer(result, nodes))
+    out, out_call = split_call(refer(result, nodes))
     after, state = nnx.split(nodes)
     arrays, contents = list(out), []
     for path, variable in nnx.to_flat_state(state):
         leaves, kept = split_call(value_of(variable))
         arrays += leaves
         contents.append((path, kept))
-    return _After(arrays, out_call, tuple(contents), None if after == graphdef else after)
+    return After(arrays, out_call, tuple(contents), None if after == graphdef else after)
