@@ -115,19 +115,25 @@ def add_parts(
         ]
 
 
-def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Variable:
-    """A non-trainable variable that holds `value`, the layer being unlocked."""
+def add_variable(
+    layer: keras.Layer, name: str, value: jax.Array, *, overwritten: bool = False
+) -> keras.Variable:
+    """A non-trainable variable that holds `value`, the layer being unlocked.
+
+    One that is `overwritten` is what Keras calls so: its gradient is its next value.
+    """
     held = _held(value)
     with keras.name_scope(layer.name, caller=layer):
         variable = keras.Variable(
             lambda shape, dtype=None: held,
             shape=held.shape,
             dtype=str(held.dtype),
-            trainable=False,
+            trainable=overwritten,
             autocast=False,
             name=name,
             layout=_layout(held),
         )
+    variable.overwrite_with_gradient = overwritten
     layer._track_variable(variable)
     return variable
 
