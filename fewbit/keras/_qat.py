@@ -11,7 +11,7 @@ from fewbit.keras._classes import become
 from fewbit.keras._planning import LayerPlan
 from fewbit.keras._remembered import beginning
 from fewbit.keras._state import LayerState
-from fewbit.keras._variables import sublayers, unlocked
+from fewbit.keras._variables import is_recomputed, sublayers, unlocked
 from fewbit.static_statistics import is_fixed
 
 _MSG_LOOP = (
@@ -19,34 +19,47 @@ _MSG_LOOP = (
     "out. Let its recurrent layer take the steps one by one (unroll=True), or give this path a "
     "rule of its own before this one, without it: {rule!r}."
 )
+_MSG_REMAT = (
+    "'{path}' is computed again in the backward pass (keras.RematScope), from where the ranges of "
+    "act_static_scale=True cannot come out. Make the layer outside of the scope, or train without "
+    "act_static_scale and make static scales when the model is converted: fewbit.to_ptq(model, "
+    "calib_function, rules=[... act_static_scale=True ...]). Its rule is {rule!r}."
+)
 SEED = "fewbit_rounding"
 
 
-def training_choice(choice: Choice, emulate: bool, path: str, in_loop: bool) -> Choice:
+def training_choice(choice: Choice, emulate: bool) -> Choice:
     """What a rule means for a layer that trains."""
-    rule = choice.rule
-    if rule is None:
-        return choice
-    remembers = "act_static_scale=True" if rule.act_static_scale else "'delayed'"
-    if in_loop and (rule.act_static_scale or getattr(rule, "delays", False)):
-        raise ValueError(_MSG_LOOP.format(path=path, field=remembers, rule=rule))
-    return replace(choice, kind="training", emulate=emulate)
+    return choice if choice.rule is None else replace(choice, kind="training", emulate=emulate)
 
 
-def looped(model: keras.Layer) -> set[keras.Layer]:
-    """The layers that a recurrent layer runs in a compiled loop: its cell, and what is in it."""
-    return {
+def check_remembers(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
+    """Raise for layers that would remember their steps where nothing comes out of a step."""
+    layers = [model, *sublayers(model)]
+    looped = {
         inside
-        for layer in [model, *sublayers(model)]
+        for layer in layers
         if isinstance(layer, keras.layers.RNN) and not layer.unroll
         for inside in sublayers(layer)
     }
-
-
-def train_planned(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
-    """Make the layers of a plan train quantized, in place."""
+    again = {
+        inside for layer in layers if is_recomputed(layer) for inside in [layer, *sublayers(layer)]
+    }
     for each in planned:
-        train_quantized(each)
+        rule, static = each.choice.rule, each.rule.act_static_scale
+        if each.layer in looped and (static or getattr(rule, "delays", False)):
+            field = "act_static_scale=True" if static else "'delayed'"
+            raise ValueError(_MSG_LOOP.format(path=each.path, field=field, rule=rule))
+        if each.layer in again and static:
+            raise ValueError(_MSG_REMAT.format(path=each.path, rule=rule))
+
+
+def step_through_cells(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
+    """Let recurrent layers run their cells, where Keras would use the cells' weights directly."""
+    cells = {each.layer for each in planned}
+    for layer in sublayers(model):
+        if hasattr(layer, "use_cudnn") and not cells.isdisjoint(sublayers(layer)):
+            layer.use_cudnn = False
 
 
 def train_quantized(each: LayerPlan) -> None:

@@ -14,7 +14,12 @@ from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
-from fewbit.keras._qat import looped, train_planned, training_choice
+from fewbit.keras._qat import (
+    check_remembers,
+    step_through_cells,
+    train_quantized,
+    training_choice,
+)
 from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
@@ -80,9 +85,14 @@ def quantize_model(
         model = clone_model(model)
     planned, plan = plan_model(model, quant_config)
     if isinstance(quant_config, QtProvider):
-        train_planned(model, planned)
+        for each in planned:
+            train_quantized(each)
+        step_through_cells(model, planned)
         make_saveable(model)
+        guard_training(model)
         forget_compiled(model)
+        if any(each.layer._fewbit.remembered.histories for each in planned):
+            renew_optimizers(model, keep=True)  # there are more trainable variables than before
         return model
     return quantize_planned(model, planned, plan, calib_function, progress=progress)
 
@@ -168,12 +178,10 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
         quant_config = list(quant_config.rules)
     choices = choose(quant_config, [(path, type(layer)) for path, layer in layers.items()])
     if trains:
-        in_loop = looped(model)
-        choices = {
-            path: training_choice(each, emulate, path, layers[path] in in_loop)
-            for path, each in choices.items()
-        }
+        choices = {path: training_choice(each, emulate) for path, each in choices.items()}
     planned, plan = plan_layers(model, layers, choices)
+    if trains:
+        check_remembers(model, planned)
     if not planned and any(
         choice.config is None or choice.config.strict for choice in choices.values()
     ):
@@ -244,8 +252,11 @@ def forget_compiled(model: keras.Layer) -> None:
                 setattr(each, name, None)
 
 
-def renew_optimizers(model: keras.Layer) -> None:
-    """Optimizers as before their first step: what they had was about floats that are gone."""
+def renew_optimizers(model: keras.Layer, keep: bool = False) -> None:
+    """Optimizers as before their first step: what they had was about floats that are gone.
+
+    With `keep` they go on with what they had, and know the variables that came meanwhile.
+    """
     for each in [model, *sublayers(model)]:
         optimizer = getattr(each, "optimizer", None)
         if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
@@ -253,6 +264,10 @@ def renew_optimizers(model: keras.Layer) -> None:
                 warnings.simplefilter("ignore", DeprecationWarning)
                 each.optimizer = type(optimizer).from_config(optimizer.get_config())
             each.optimizer.build(each.trainable_variables)
+            before = {v.path: v for v in optimizer.variables} if keep else {}
+            for variable in each.optimizer.variables:
+                if variable.path in before:
+                    variable.assign(before[variable.path].value)
 
 
 def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:

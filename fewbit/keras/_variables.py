@@ -212,6 +212,14 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     return list({id(v): v for v in own}.values())
 
 
+def is_recomputed(layer: keras.Layer) -> bool:
+    """Whether a `keras.RematScope` has the layer's call run again in the backward pass."""
+    mode = getattr(layer, "_remat_mode", None)
+    if mode is None or mode.mode in (None, "activations"):
+        return False
+    return mode.mode != "list_of_layers" or layer.name in mode.layer_names
+
+
 def take_path(new: Any, old: Any) -> None:
     """Let a layer or variable have the path of its twin: Keras gave it one by how it was built."""
     if old.path is not None:
