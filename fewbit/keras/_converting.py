@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import keras
 
 from fewbit.keras._classes import is_quantized
+from fewbit.keras._compiled import forget_compiled
 from fewbit.keras._examples import example_calls
 from fewbit.keras._planning import LayerPlan, layers_of
 from fewbit.keras._qat import SEED
 from fewbit.keras._quantize import (
     check_calibration,
     convert_all,
-    forget_compiled,
     needs_calibration,
     plan_model,
     quantize_planned,

@@ -13,6 +13,7 @@ from fewbit.keras._calibration import CalibrationError, Collector, observing, st
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
+from fewbit.keras._compiled import forget_compiled, renew_optimizers
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._qat import (
     check_remembers,
@@ -242,32 +243,6 @@ def _quantized(
     measured = leaf.how.replace(channelwise_axes=()) if one else None
     made = quantize_leaf(leaf.path, variable.value, leaf, measured, absmax=absmax)
     return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
-
-
-def forget_compiled(model: keras.Layer) -> None:
-    """Drop what Keras compiled for the layers as they were."""
-    for each in [model, *sublayers(model)]:
-        for name in ("train_function", "test_function", "predict_function", "generate_function"):
-            if getattr(each, name, None) is not None:
-                setattr(each, name, None)
-
-
-def renew_optimizers(model: keras.Layer, keep: bool = False) -> None:
-    """Optimizers as before their first step: what they had was about floats that are gone.
-
-    With `keep` they go on with what they had, and know the variables that came meanwhile.
-    """
-    for each in [model, *sublayers(model)]:
-        optimizer = getattr(each, "optimizer", None)
-        if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
-            with warnings.catch_warnings():  # Keras' own, about NumPy
-                warnings.simplefilter("ignore", DeprecationWarning)
-                each.optimizer = type(optimizer).from_config(optimizer.get_config())
-            each.optimizer.build(each.trainable_variables)
-            before = {v.path: v for v in optimizer.variables} if keep else {}
-            for variable in each.optimizer.variables:
-                if variable.path in before:
-                    variable.assign(before[variable.path].value)
 
 
 def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:

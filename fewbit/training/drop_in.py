@@ -109,7 +109,7 @@ class DotGeneral:
 
     `key` is a key, or a function that gives a fresh one at each call; it is needed for stochastic
     rounding only. A key that stays the same gives the same noise at every step. `histories`, for
-    rules with 'delayed' scales, begin as `rule_histories(rule)`; their gradient is their next value.
+    rules with 'delayed' scales, begin as `rule_histories(rule)`; their gradient is the next value.
 
     >>> import jax.numpy as jnp
     >>> dot_general = DotGeneral(QtRule(weight_qtype='int8', act_qtype='int8'))
@@ -209,7 +209,7 @@ def check_drop_in(
     config_from_rule(_plain(rule))
 
 
-def _plain(rule: QtRule) -> QtRule:
+def _plain(rule: QtRule) -> Any:
     """The rule without what a call has to bring."""
     return measured(rule, gradients=True).replace(bwd_stochastic_rounding=None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ _MSG_HISTORIES = (
 class Prepared(NamedTuple):
     """The operands of a product as delayed scales make them, and what the step tells histories."""
 
-    operands: Sequence[Any]
+    operands: tuple[Any, Any]
     grad_range: Any = None
     ranges: Mapping[str, Any] = {}
     amax: Mapping[str, Any] = {}
@@ -66,7 +66,7 @@ def rule_histories(rule: QtRule) -> dict[str, jax.Array]:
     return {side + SUFFIX: empty_history(n) for side, n in history_lengths(rule).items()}
 
 
-def measured(rule: QtRule, gradients: bool = False) -> QtRule:
+def measured(rule: QtRule, gradients: bool = False) -> Any:
     """The rule with ranges that are measured, where operands or (if told) gradients delay them."""
     fields = ["weight_calibration_method", "act_calibration_method"]
     fields += ["bwd_calibration_method"] if gradients else []
@@ -83,9 +83,13 @@ def check_histories(who: str, rule: Any, histories: Mapping[str, Any]) -> None:
         raise ValueError(_MSG_HISTORIES.format(who=who, found=found, wanted=wanted))
 
 
-def prepared(rule: QtRule, config: Any, histories: Mapping[str, Any], lhs: Any, rhs: Any) -> Any:
+def prepared(
+    rule: QtRule, config: Any, histories: Mapping[str, Any], lhs: Any, rhs: Any
+) -> Prepared:
     """Both operands, each delayed one with the codes that its history scales."""
-    operands, ranges, amax = [lhs, rhs], {}, {}
+    operands: list[Any] = [lhs, rhs]
+    ranges: dict[str, Any] = {}
+    amax: dict[str, Any] = {}
     found = {side: delayed_range(histories[side + SUFFIX]) for side in history_lengths(rule)}
     for k, side in enumerate(("lhs", "rhs")):
         x = operands[k]
@@ -95,4 +99,4 @@ def prepared(rule: QtRule, config: Any, histories: Mapping[str, Any], lhs: Any, 
         q, amax[side] = quantize_delayed(x, found[side], how)
         ranges[side] = found[side]
         operands[k] = Paired(x if config.disable_gradient_clipping else clip_gradient(x, q), q)
-    return Prepared(operands, found.get("grad"), ranges, amax)
+    return Prepared((operands[0], operands[1]), found.get("grad"), ranges, amax)
