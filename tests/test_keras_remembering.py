@@ -331,3 +331,31 @@ def test_inputs_of_another_rank():
     model = net(STATIC)
     with pytest.raises(ValueError, match="needs the shape .* Build the layer on inputs"):
         model.layers[0](np.ones((2, 3, 8), "float32"), training=True)
+
+
+@pytest.mark.parametrize("rule", [STATIC, DELAYED], ids=["static", "delayed"])
+def test_the_plan_tells_of_parameters_only(rule):
+    model = net(rule)
+    plan = fewbit.plan(model)
+    assert [leaf.path for leaf in plan.leaves] == [
+        f"net/{layer}/{name}" for layer in ("one", "two") for name in ("kernel", "bias")
+    ]
+    assert len(plan.sites) == 2 and all(site.quantized for site in plan.sites)
+
+
+def test_mixed_precision():
+    keras.utils.set_random_seed(0)
+    policy = keras.DTypePolicy("mixed_float16")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(2, dtype=policy)])
+    model = fewbit.quantize_model(model, QtProvider([DELAYED]))
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64)
+    model.compile(optimizer, "mse")
+    losses = fit(model) + fit(model)
+    assert losses[1] < losses[0]
+    history = remembered(model.layers[0])
+    assert all(value.dtype == np.float32 for value in history.values())
+    np.testing.assert_allclose(history[LHS], maxima(), rtol=1e-3)
+    assert (history[GRAD] > 1).all()  # of the scaled loss, as they are rounded
+    trained = model.predict(X, verbose=0)
+    served = fewbit.to_ptq(model, progress=False).predict(X, verbose=0)
+    np.testing.assert_allclose(served, trained, rtol=1e-2, atol=1e-2)

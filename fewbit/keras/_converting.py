@@ -20,8 +20,9 @@ from fewbit.keras._quantize import (
     plan_model,
     quantize_planned,
 )
+from fewbit.keras._reading import float_variables
 from fewbit.keras._remembered import has_seen
-from fewbit.keras._state import LayerState, named_variables
+from fewbit.keras._state import LayerState
 from fewbit.keras._variables import unlocked
 from fewbit.models.delayed import remembered_ranges, serving_rule
 from fewbit.models.planning import histories_of
@@ -138,16 +139,9 @@ def _read(path: str, layer: Any) -> _Layer:
 
     plans: dict[str, HistoryPlan] = {}
     if kept.histories:
-        own = {
-            name: variable
-            for name, variable in named_variables(layer).items()
-            if not any(variable is each for each in kept.variables.values())
-        }
-        beside = kept.variables.values()
+        own, beside = float_variables(layer), kept.variables.values()
         for args, kwargs in example_calls(layer):
-            run = state.program.prepare(
-                own, {}, {}, args, kwargs, abstract=True, beside=beside, method="converting"
-            )
+            run = state.program.prepare(own, {}, {}, args, kwargs, abstract=True, beside=beside)
             for name, plan in histories_of(run[:2]).items():
                 leaf = None if plan.leaf is None else now(plan.leaf)
                 plans[now(name)] = replace(plan, name=now(name), leaf=leaf)
