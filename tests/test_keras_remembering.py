@@ -236,20 +236,24 @@ def test_a_frozen_layer_keeps_its_history():
     assert all((after[name] == value).all() for name, value in before.items())
 
 
-def test_recurrent_layers():
-    def recurrent(kind, rule, **options):
-        keras.utils.set_random_seed(0)
-        layer = getattr(keras.layers, kind)(4, name="steps", **options)
-        model = keras.Sequential([keras.Input((3, 8)), layer, keras.layers.Dense(2)])
-        model = fewbit.quantize_model(model, QtProvider([rule]))
-        model.compile("sgd", "mse")
-        model.train_on_batch(X[:24].reshape(8, 3, 8), Y[:8])
-        return model.get_layer("steps").cell
+def recurrent(kind, rule, **options):
+    keras.utils.set_random_seed(0)
+    layer = getattr(keras.layers, kind)(4, name="steps", **options)
+    model = keras.Sequential([keras.Input((3, 8)), layer, keras.layers.Dense(2)])
+    model = fewbit.quantize_model(model, QtProvider([rule]))
+    model.compile("sgd", "mse")
+    model.train_on_batch(X[:24].reshape(8, 3, 8), Y[:8])
+    return model.get_layer("steps").cell
 
+
+def test_recurrent_layers_in_loops_are_refused():
     with pytest.raises(ValueError, match=r"what act_static_scale=True remembers .*unroll=True"):
         recurrent("LSTM", STATIC)
     with pytest.raises(ValueError, match="what 'delayed' remembers cannot come out"):
         recurrent("GRU", DELAYED)
+
+
+def test_recurrent_layers_step_by_step():
     seen = remembered(recurrent("GRU", STATIC, unroll=True))
     assert seen["dot_general0_lhs_count"] == 3
     seen = remembered(recurrent("LSTM", DELAYED, unroll=True))
