@@ -68,6 +68,8 @@ if _typing.TYPE_CHECKING:  # loaded when first used (fewbit._lazy): importing fe
     from fewbit.models.learning import add_learned_scales as add_learned_scales
     from fewbit.models.linen_drop_in import QtDotGeneral as QtDotGeneral
     from fewbit.models.linen_drop_in import QtEinsum as QtEinsum
+    from fewbit.models.nnx_drop_in import NnxQtDotGeneral as NnxQtDotGeneral
+    from fewbit.models.nnx_drop_in import NnxQtEinsum as NnxQtEinsum
     from fewbit.modes.lora import LoraProvider as LoraProvider
     from fewbit.modes.provider import QuantizationProvider as QuantizationProvider
     from fewbit.modes.ptq import BoxedParamProvider as BoxedParamProvider

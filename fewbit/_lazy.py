@@ -50,6 +50,8 @@ LAZY = {
     "RaggedDotQtConfig": ("fewbit.training", "RaggedDotQtConfig"),
     "QtDotGeneral": ("fewbit.models.linen_drop_in", "QtDotGeneral"),
     "QtEinsum": ("fewbit.models.linen_drop_in", "QtEinsum"),
+    "NnxQtDotGeneral": ("fewbit.models.nnx_drop_in", "NnxQtDotGeneral"),
+    "NnxQtEinsum": ("fewbit.models.nnx_drop_in", "NnxQtEinsum"),
     "keras": ("fewbit.keras", None),
     "observers": ("fewbit.observers", None),
     "Batch": ("fewbit.calibrating", "Batch"),

@@ -150,13 +150,14 @@ def quantize_leaf(
     leaf: Any,
     measured: HowToQuantize | None = None,
     learned: Mapping[str, Any] = {},
+    absmax: Any = None,
 ) -> Any:
     """One parameter as the plan's leaf says; `measured` as in `storing.quantize_for_kernels`.
 
-    `learned` are the scales that training found.
+    `learned` are the scales that training found, `absmax` is a range that is known.
     """
     how = leaf.how.replace(rule=leaf.rule)
-    return _quantized(path, value, how, tuple(leaf.shape), WHOLE, measured, learned)
+    return _quantized(path, value, how, tuple(leaf.shape), WHOLE, measured, learned, absmax)
 
 
 def _kept(path: str, value: Any, shape: tuple[int, ...] | None) -> Any:

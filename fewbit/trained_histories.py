@@ -44,7 +44,7 @@ _MSG_MISSING = (
     "{what} trains with delayed scales, but there is no history '{name}' for {site}{more}. Linen: "
     "model.init makes them, model.apply({{'params': params, '_overwrite_with_gradient': "
     "histories}}, x) takes them; a function: f(params, x, "
-    "amax_history=f.init_amax_history(params, x)); NNX models hold theirs.{near}"
+    "amax_history=f.init_amax_history(params, x)); NNX models and Keras layers hold theirs.{near}"
 )
 _MSG_SHAPE = (
     "The history '{name}' has shape {found}, but {site} needs {wanted}: {layers}the length that "

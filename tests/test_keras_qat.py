@@ -14,6 +14,14 @@ import fewbit.keras
 from fewbit import QtProvider, QtRule
 
 FULL = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
+FP8 = QtRule(
+    weight_qtype="float8_e4m3fn",
+    act_qtype="float8_e4m3fn",
+    bwd_qtype="float8_e5m2",
+    weight_calibration_method="delayed,4",
+    act_calibration_method="delayed,4",
+    bwd_calibration_method="delayed,4",
+)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(64, 8, 8, 3)).astype("float32")
 LABELS = (IMAGES.mean((1, 2)) @ np.array([3.0, -2.0, 1.0]) > 0).astype("int32")
@@ -48,8 +56,14 @@ def fit(model, epochs=6):
 
 @pytest.mark.parametrize(
     "rule",
-    [FULL, FULL.replace(bwd_qtype=None), FULL.replace(bwd_stochastic_rounding="uniform")],
-    ids=["int8", "qat", "stochastic"],
+    [
+        FULL,
+        FULL.replace(bwd_qtype=None),
+        FULL.replace(bwd_stochastic_rounding="uniform"),
+        FULL.replace(act_static_scale=True),
+        FP8,
+    ],
+    ids=["int8", "qat", "stochastic", "static", "delayed"],
 )
 def test_fit_and_conversion(rule):
     exact = fit(compiled(convnet()))
@@ -64,7 +78,8 @@ def test_fit_and_conversion(rule):
     assert all(v.dtype == "float32" for v in model.trainable_variables)
     trained = model.predict(IMAGES, verbose=0)
     served = fewbit.to_ptq(model, progress=False)
-    assert served is model and type(model.get_layer("up")).__name__ == "QDynamicDense"
+    kind = "QStaticDense" if rule.act_static_scale or rule is FP8 else "QDynamicDense"
+    assert served is model and type(model.get_layer("up")).__name__ == kind
     np.testing.assert_allclose(model.predict(IMAGES, verbose=0), trained, atol=2e-4)
     with pytest.raises(ValueError, match="no layer that trains quantized"):
         fewbit.to_ptq(model)
@@ -140,8 +155,6 @@ def test_the_plan_and_what_is_refused():
     plan = fewbit.plan(model, QtProvider([FULL]))
     rows = {row.site.path: row for row in plan.sites}
     assert rows["net/up" if "net/up" in rows else "up"].drhs == "int8 x int8"
-    with pytest.raises(ValueError, match="measures its activations at every step"):
-        fewbit.quantize_model(model, QtProvider([FULL.replace(act_static_scale=True)]))
     with pytest.raises(ValueError, match="matches no layer"):
         fewbit.quantize_model(model, QtProvider([FULL.replace(module_path="nowhere")]))
     assert type(model.get_layer("up")).__name__ == "Dense"

@@ -187,6 +187,8 @@ WORKS = {
     ),
     "QtDotGeneral": lambda: close(fewbit.QtDotGeneral(QT_RULE).apply({}, X, W, NUMBERS)),
     "QtEinsum": lambda: close(fewbit.QtEinsum(QT_RULE).apply({}, "bi,io->bo", X, W)),
+    "NnxQtDotGeneral": lambda: close(fewbit.NnxQtDotGeneral(QT_RULE)(X, W, NUMBERS)),
+    "NnxQtEinsum": lambda: close(fewbit.NnxQtEinsum(QT_RULE)("bi,io->bo", X, W)),
     "keras": lambda: all(callable(getattr(fewbit.keras, name)) for name in KERAS),
     # fewbit's own
     "quantize_checkpoint": lambda: callable(fewbit.quantize_checkpoint),

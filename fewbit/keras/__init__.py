@@ -30,9 +30,9 @@ if _keras.config.backend() != "jax":
 from fewbit.keras._calibration import CalibrationError as CalibrationError
 from fewbit.keras._classes import let_keras_find as _let_keras_find
 from fewbit.keras._cloning import clone_model as clone_model
+from fewbit.keras._converting import to_ptq as to_ptq
 from fewbit.keras._examples import register_calls as register_calls
 from fewbit.keras._printing import print_model as print_model
-from fewbit.keras._qat import to_ptq as to_ptq
 from fewbit.keras._quantize import plan as plan
 from fewbit.keras._quantize import quantize_model as quantize_model
 from fewbit.keras._saving import save_model as save_model

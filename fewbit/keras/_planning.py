@@ -35,6 +35,7 @@ class LayerPlan:
     program: LayerProgram
     plan: Plan
     note: str = ""
+    runs: Sequence[tuple[Any, Any]] = ()  # the layer's calls: runners, and what to run them on
 
 
 def layers_of(model: keras.Layer) -> dict[str, keras.Layer]:
@@ -144,7 +145,7 @@ def _planned(
         return "; ".join(reasons) or "no product or look-up reads its weights"
     if getattr(program.provider, "attention", False):
         plan = replace(plan, scales=tuple(map(_with_known_range, plan.scales)))
-    return LayerPlan(layer, path, rule, choice, program, plan)
+    return LayerPlan(layer, path, rule, choice, program, plan, runs=runs)
 
 
 def layer_runs(runs: Sequence[tuple[Any, Any]]) -> Plan:

@@ -4,7 +4,7 @@ The quantized layer runs that trace through the interpreter, so every layer whos
 see is quantized by the same code, subclasses and layers of other libraries included.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -44,9 +44,11 @@ class LayerProgram:
         trains: bool = False,
     ):
         self.layer, self.float_call, self.path, self.fused = layer, float_call, path, fused
-        self.provider: Any = (EmulatingProvider if emulate else PtqProvider)([rule])
+        self.provider: Any
         if trains:
             self.provider = QtProvider([rule], emulate=emulate)
+        else:
+            self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
         if isinstance(self.provider, EmulatingProvider):
             self.provider.attention = is_attention(layer) and not fused
         self._runners: Cache[Runner] = Cache()
@@ -62,14 +64,15 @@ class LayerProgram:
         abstract: bool = False,
         method: str = "__call__",
         noise: Any = None,
+        beside: Iterable[keras.Variable] = (),
     ) -> tuple[Runner, list[Any], list[keras.Variable]]:
         """The runner for one call, the leaves to run it with, and the float variables it reads.
 
         `own` are the variables that may be quantized; `stored` holds the values of those that are,
-        by name.
+        by name. Variables `beside` them are not the float call's.
         """
         hollow = {name: v for name, v in own.items() if name in stored}
-        skipped = {id(v) for v in hollow.values()}
+        skipped = {id(v) for v in [*hollow.values(), *beside]}
         others = [v for v in self.layer.variables if id(v) not in skipped]
         names = self._names(own)
 

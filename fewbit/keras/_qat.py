@@ -1,38 +1,65 @@
 """Keras models that train quantized: `fit` as always, products on few bits, variables float."""
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import keras
 
 from fewbit.keras._choices import Choice
-from fewbit.keras._classes import become, is_quantized
-from fewbit.keras._planning import LayerPlan, layers_of
+from fewbit.keras._classes import become
+from fewbit.keras._planning import LayerPlan
+from fewbit.keras._remembered import beginning
 from fewbit.keras._state import LayerState
-from fewbit.keras._variables import sublayers, unlocked
+from fewbit.keras._variables import is_recomputed, sublayers, unlocked
+from fewbit.static_statistics import is_fixed
 
-_MSG_STATIC = (
-    "{rule!r}: a Keras model that trains measures its activations at every step. Leave "
-    "act_static_scale out here, and make static scales when it is converted: "
-    "fewbit.to_ptq(model, calib_function, rules=[... act_static_scale=True ...])."
+_MSG_LOOP = (
+    "'{path}' runs at every time step inside a loop, from which what {field} remembers cannot come "
+    "out. Let its recurrent layer take the steps one by one (unroll=True), or give this path a "
+    "rule of its own before this one, without it: {rule!r}."
 )
-_MSG_NOT_TRAINED = (
-    "to_ptq takes a Keras model that fewbit.quantize_model(model, QtProvider(rules)) made, and "
-    "'{model}' has no layer that trains quantized. A float model is quantized by "
-    "fewbit.keras.quantize_model(model, config)."
+_MSG_REMAT = (
+    "'{path}' is computed again in the backward pass (keras.RematScope), from where the ranges of "
+    "act_static_scale=True cannot come out. Make the layer outside of the scope, or train without "
+    "act_static_scale and make static scales when the model is converted: fewbit.to_ptq(model, "
+    "calib_function, rules=[... act_static_scale=True ...]). Its rule is {rule!r}."
 )
 SEED = "fewbit_rounding"
 
 
 def training_choice(choice: Choice, emulate: bool) -> Choice:
     """What a rule means for a layer that trains."""
-    if choice.rule is None:
-        return choice
-    if choice.rule.act_static_scale:
-        raise ValueError(_MSG_STATIC.format(rule=choice.rule))
-    return replace(choice, kind="training", emulate=emulate)
+    return choice if choice.rule is None else replace(choice, kind="training", emulate=emulate)
+
+
+def check_remembers(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
+    """Raise for layers that would remember their steps where nothing comes out of a step."""
+    layers = [model, *sublayers(model)]
+    looped = {
+        inside
+        for layer in layers
+        if isinstance(layer, keras.layers.RNN) and not layer.unroll
+        for inside in sublayers(layer)
+    }
+    again = {
+        inside for layer in layers if is_recomputed(layer) for inside in [layer, *sublayers(layer)]
+    }
+    for each in planned:
+        rule, static = each.choice.rule, each.rule.act_static_scale
+        if each.layer in looped and (static or getattr(rule, "delays", False)):
+            field = "act_static_scale=True" if static else "'delayed'"
+            raise ValueError(_MSG_LOOP.format(path=each.path, field=field, rule=rule))
+        if each.layer in again and static:
+            raise ValueError(_MSG_REMAT.format(path=each.path, rule=rule))
+
+
+def step_through_cells(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
+    """Let recurrent layers run their cells, where Keras would use the cells' weights directly."""
+    cells = {each.layer for each in planned}
+    for layer in sublayers(model):
+        if hasattr(layer, "use_cudnn") and not cells.isdisjoint(sublayers(layer)):
+            layer.use_cudnn = False
 
 
 def train_quantized(each: LayerPlan) -> None:
@@ -40,8 +67,10 @@ def train_quantized(each: LayerPlan) -> None:
     choice = each.choice
     settings = {"granularity": choice.granularity, "emulate": choice.emulate, "fused": choice.fused}
     state = LayerState(each.path, each.rule, "training", each.program, settings)
+    remembered = beginning(each.runs, [s.name for s in each.plan.scales if is_fixed(s)])
     become(each.layer, state)
     add_seed(each.layer)
+    state.remembered.add(each.layer, remembered)
 
 
 def add_seed(layer: Any) -> None:
@@ -53,58 +82,3 @@ def add_seed(layer: Any) -> None:
         with unlocked(layer):
             setattr(layer, SEED, keras.random.SeedGenerator())
     state.seed = getattr(layer, SEED)
-
-
-def to_ptq(
-    model: keras.Layer,
-    calib_function: Callable[[Any], Any] | Iterable[Any] | None = None,
-    *,
-    rules: Iterable[Any] | None = None,
-    progress: bool = True,
-) -> Any:
-    """The model that serves what was trained, in place: weights as training rounded them.
-
-    `rules` replace those of training, for instance to make activations static; they, too, are the
-    layers' own otherwise. `calib_function` is that of `quantize_model`.
-
-    >>> import fewbit, keras, numpy as np
-    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
-    >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]
-    >>> model = fewbit.quantize_model(model, fewbit.QtProvider(rules))
-    >>> model.compile('sgd', 'mse')
-    >>> x, y = np.ones((4, 8), 'float32'), np.zeros((4, 4), 'float32')
-    >>> history = model.fit(x, y, verbose=0)
-    >>> trained = model.predict(x, verbose=0)
-    >>> served = fewbit.to_ptq(model).predict(x, verbose=0)
-    >>> type(model.layers[0]).__name__, bool(abs(served - trained).max() < 1e-5)
-    ('QDynamicDense', True)
-    """
-    from fewbit.keras._quantize import forget_compiled, quantize_model
-
-    layers = [
-        layer
-        for layer in [model, *sublayers(model)]
-        if is_quantized(layer) and layer._fewbit.kind == "training"
-    ]
-    if not layers:
-        raise ValueError(_MSG_NOT_TRAINED.format(model=model.name))
-    # By the paths of now: a model that was loaded may have others than the one that was saved.
-    own = [
-        layer._fewbit.rule.replace(module_path=re.escape(path))
-        for path, layer in layers_of(model).items()
-        if any(layer is each for each in layers)
-    ]
-    for layer in layers:
-        _make_float(layer)
-    forget_compiled(model)
-    return quantize_model(
-        model, own if rules is None else list(rules), calib_function, progress=progress
-    )
-
-
-def _make_float(layer: Any) -> None:
-    del layer._fewbit
-    if getattr(layer, SEED, None) is not None:
-        with unlocked(layer):
-            delattr(layer, SEED)
-    layer.__class__ = layer._fewbit_original

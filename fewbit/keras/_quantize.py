@@ -1,7 +1,7 @@
 """Quantize a Keras model: plan every layer, calibrate, convert the layers one by one."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,14 @@ from fewbit.keras._calibration import CalibrationError, Collector, observing, st
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
+from fewbit.keras._compiled import forget_compiled, renew_optimizers
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
-from fewbit.keras._qat import train_quantized, training_choice
+from fewbit.keras._qat import (
+    check_remembers,
+    step_through_cells,
+    train_quantized,
+    training_choice,
+)
 from fewbit.keras._reading import plan_done, quantized_layers
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
@@ -82,22 +88,64 @@ def quantize_model(
     if isinstance(quant_config, QtProvider):
         for each in planned:
             train_quantized(each)
+        step_through_cells(model, planned)
         make_saveable(model)
+        guard_training(model)
         forget_compiled(model)
+        if any(each.layer._fewbit.remembered.histories for each in planned):
+            renew_optimizers(model, keep=True)  # there are more trainable variables than before
         return model
-    static = [each for each in planned if each.choice.kind == "static"]
+    return quantize_planned(model, planned, plan, calib_function, progress=progress)
+
+
+def quantize_planned(
+    model: keras.Layer,
+    planned: Sequence[LayerPlan],
+    plan: Plan,
+    calib_function: Any,
+    absmax: Mapping[str, Any] = {},
+    *,
+    progress: bool = True,
+) -> Any:
+    """The model quantized as it was planned; `absmax` are the known ranges of weights, by path."""
     stats = None
-    if any(not is_fixed(scale) for each in static for scale in each.plan.scales):
-        if calib_function is None:
-            raise ValueError(_MSG_NO_CALIBRATION)
+    if needs_calibration(planned):
+        check_calibration(calib_function)
         forget_compiled(model)
-        with observing(static, sublayers(model)) as collectors:
+        with observing(_static(planned), sublayers(model)) as collectors:
             _run(calib_function, model, progress)
         stats = statistics(collectors, plan)
         planned = _reached(planned, collectors, stats)
+    return convert_all(model, planned, stats, absmax, progress=progress)
+
+
+def needs_calibration(planned: Sequence[LayerPlan]) -> bool:
+    """Whether data decides any scale."""
+    return any(not is_fixed(scale) for each in _static(planned) for scale in each.plan.scales)
+
+
+def check_calibration(calib_function: Any) -> None:
+    """Raise if there is no data."""
+    if calib_function is None:
+        raise ValueError(_MSG_NO_CALIBRATION)
+
+
+def _static(planned: Sequence[LayerPlan]) -> list[LayerPlan]:
+    return [each for each in planned if each.choice.kind == "static"]
+
+
+def convert_all(
+    model: keras.Layer,
+    planned: Sequence[LayerPlan],
+    stats: Any = None,
+    absmax: Mapping[str, Any] = {},
+    *,
+    progress: bool = True,
+) -> Any:
+    """The model with every planned layer quantized."""
     # The largest layers last: what the others gave up makes room for them.
     for each in with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress):
-        convert(each, stats)
+        convert(each, stats, absmax)
     make_saveable(model)
     guard_training(model)
     forget_compiled(model)
@@ -133,6 +181,8 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     if trains:
         choices = {path: training_choice(each, emulate) for path, each in choices.items()}
     planned, plan = plan_layers(model, layers, choices)
+    if trains:
+        check_remembers(model, planned)
     if not planned and any(
         choice.config is None or choice.config.strict for choice in choices.values()
     ):
@@ -141,8 +191,11 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     return planned, plan
 
 
-def convert(each: LayerPlan, stats: Any = None) -> None:
-    """Give one layer its quantized weights, its static scales and its class."""
+def convert(each: LayerPlan, stats: Any = None, absmax: Mapping[str, Any] = {}) -> None:
+    """Give one layer its quantized weights, its static scales and its class.
+
+    `absmax` has the ranges of weights that are known, by path.
+    """
     layer, choice = each.layer, each.choice
     own = named_variables(layer)
     settings = {
@@ -156,7 +209,7 @@ def convert(each: LayerPlan, stats: Any = None) -> None:
         if leaf.how is None:
             continue
         name = leaf.path.rpartition("/")[2]
-        value = _quantized(own[name], leaf, choice)
+        value = _quantized(own[name], leaf, choice, absmax.get(leaf.path))
         constant = config is not None and config.const_weight
         state.stored[name] = store(layer, own[name], value, constant=constant)
         state.hollow[name] = own[name]
@@ -180,33 +233,16 @@ def _bytes(each: LayerPlan) -> int:
     return sum(variable.value.nbytes for variable in named_variables(each.layer).values())
 
 
-def _quantized(variable: keras.Variable, leaf: LeafPlan, choice: Choice) -> WithAux:
+def _quantized(
+    variable: keras.Variable, leaf: LeafPlan, choice: Choice, absmax: Any = None
+) -> WithAux:
     """The variable's value as the plan's leaf says."""
     assert leaf.how is not None
     # One scale for all, kept once per channel: the form that kernels read.
     one = choice.granularity == "per_tensor" and not leaf.how.tiled_axes
     measured = leaf.how.replace(channelwise_axes=()) if one else None
-    made = quantize_leaf(leaf.path, variable.value, leaf, measured)
+    made = quantize_leaf(leaf.path, variable.value, leaf, measured, absmax=absmax)
     return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
-
-
-def forget_compiled(model: keras.Layer) -> None:
-    """Drop what Keras compiled for the layers as they were."""
-    for each in [model, *sublayers(model)]:
-        for name in ("train_function", "test_function", "predict_function", "generate_function"):
-            if getattr(each, name, None) is not None:
-                setattr(each, name, None)
-
-
-def renew_optimizers(model: keras.Layer) -> None:
-    """Optimizers as before their first step: what they had was about floats that are gone."""
-    for each in [model, *sublayers(model)]:
-        optimizer = getattr(each, "optimizer", None)
-        if isinstance(optimizer, keras.optimizers.Optimizer) and optimizer.built:
-            with warnings.catch_warnings():  # Keras' own, about NumPy
-                warnings.simplefilter("ignore", DeprecationWarning)
-                each.optimizer = type(optimizer).from_config(optimizer.get_config())
-            each.optimizer.build(each.trainable_variables)
 
 
 def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
@@ -218,7 +254,7 @@ def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
 
 
 def _reached(
-    planned: list[LayerPlan], collectors: Sequence[Collector], stats: Any
+    planned: Sequence[LayerPlan], collectors: Sequence[Collector], stats: Any
 ) -> list[LayerPlan]:
     """The layers that ran and whose every range is known; the others are an error or stay float.
 

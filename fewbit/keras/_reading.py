@@ -55,12 +55,14 @@ def scales(model: keras.Layer) -> dict[str, Any]:
 
 
 def float_variables(layer: Any) -> Mapping[str, keras.Variable]:
-    """A layer's own variables by name, without the parts of quantized ones and static scales."""
+    """A layer's own variables by name, without the parts of quantized ones, static scales, and
+    what it remembers of training."""
     named = named_variables(layer)
     if not is_quantized(layer):
         return named
     state = layer._fewbit
     ours = [part for stored in state.stored.values() for part in stored.parts]
+    ours += state.remembered.variables.values()
     skipped = {id(variable) for variable in [*ours, *state.scales.values()]}
     return {name: v for name, v in named.items() if id(v) not in skipped}
 
@@ -91,7 +93,14 @@ def _planned(path: str, layer: Any) -> LayerPlan:
     for number, (args, kwargs) in enumerate(example_calls(layer)):
         method = "__call__" if number == 0 else f"call{number + 1}"
         runner, dynamic, _ = state.program.prepare(
-            own, stored, {}, args, kwargs, abstract=True, method=method
+            own,
+            stored,
+            {},
+            args,
+            kwargs,
+            abstract=True,
+            method=method,
+            beside=state.remembered.variables.values(),
         )
         runs.append((runner, dynamic))
     plan = layer_runs(runs)

@@ -13,6 +13,7 @@ import keras
 from fewbit.keras._classes import PREFIXES, become, holder_class, quantized_class
 from fewbit.keras._program import LayerProgram
 from fewbit.keras._qat import add_seed
+from fewbit.keras._remembered import empty as empty_memory
 from fewbit.keras._serial_classes import resolve
 from fewbit.keras._serial_config import KEY, name_in, saved_dtype
 from fewbit.keras._serial_format import damaged, opened
@@ -66,8 +67,7 @@ def restored(config: Mapping[str, Any]) -> Any:
 
     def finish(layer: Any) -> None:
         if own is not None:
-            empty(layer)
-            add_seed(layer)
+            _make_ready(layer, own)
         _adopt_below(layer, below, where)
         guard_training(layer)
 
@@ -118,12 +118,15 @@ def _adopt(child: Any, own: Mapping[str, Any], where: str, place: str) -> None:
             return
     become(child, _state(child, type(child), own, f"{where}/{place}"))
 
-    def finish(child: Any) -> None:
-        empty(child)
-        add_seed(child)
-
-    child._fewbit_waiting = _Waiting(finish)
+    child._fewbit_waiting = _Waiting(lambda child: _make_ready(child, own))
     child._fewbit_waiting(child)
+
+
+def _make_ready(layer: Any, own: Mapping[str, Any]) -> None:
+    """Give a built layer the variables that a file will fill."""
+    empty(layer)
+    add_seed(layer)
+    layer._fewbit.remembered.add(layer, empty_memory(own.get("remembered", {})))
 
 
 def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> LayerState:

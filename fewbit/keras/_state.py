@@ -9,6 +9,7 @@ import keras
 
 from fewbit.jaxprs import scope_name
 from fewbit.keras._program import LayerProgram
+from fewbit.keras._remembered import Remembered
 from fewbit.keras._variables import Stored, own_variables, value_of
 from fewbit.rules import QuantizationRule
 
@@ -26,7 +27,7 @@ class LayerState:
 
     path: str  # the layer's place in the model when it was quantized
     rule: QuantizationRule
-    kind: str  # 'static' | 'dynamic' | 'weight_only'
+    kind: str  # 'static' | 'dynamic' | 'weight_only' | 'training'
     program: LayerProgram
     settings: dict[str, Any] = field(default_factory=dict)
     stored: dict[str, Stored] = field(default_factory=dict)  # by the name of the variable
@@ -34,6 +35,7 @@ class LayerState:
     scales: dict[str, Any] = field(default_factory=dict)  # '<op_id>_lhs_scale': variable or array
     awaited: dict[str, Any] = field(default_factory=dict)  # what a file will give, and its shape
     seed: Any = None  # of stochastic rounding, in a layer that trains
+    remembered: Remembered = field(default_factory=Remembered)  # of the steps of training
 
     def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's call, quantized."""
@@ -43,12 +45,19 @@ class LayerState:
         scales = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
         noise = None if self.seed is None else self.seed.next()
+        kept = self.remembered
         runner, dynamic, others = self.program.prepare(
-            own, stored, scales, args, kwargs, noise=noise
+            own,
+            stored,
+            scales | kept.values(),
+            args,
+            kwargs,
+            noise=noise,
+            beside=kept.variables.values(),
         )
         # The interpreter's own products are this layer's, to a quantized layer around it.
         with jax.named_scope(scope_name(self.path, type(layer).__name__)):
-            result = runner(dynamic)
+            result = kept.run(runner, dynamic, self.path) if kept else runner(dynamic)
         return self.program.finish(result, others, args, kwargs)
 
     def _sketch(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,12 +19,17 @@ _MSG_TRAIN = (
     "of this."
 )
 
-
+_MSG_AVERAGE = (
+    "{optimizer} of {model} overwrites variables with their averages every "
+    "ema_overwrite_frequency={steps} steps, and Keras cannot do that beside variables that their "
+    "gradients overwrite, such as '{first}' of a delayed scale. Leave ema_overwrite_frequency out: "
+    "use_ema=True then sets the averages once, after training."
+)
 _TRAINING = ("fit", "train_on_batch")
 
 
 def guard_training(model: keras.Layer) -> None:
-    """Let the models here check, before they are trained, that there is something to train.
+    """Let the models here check, before they are trained, that they can be.
 
     On the instances: their classes are the user's, and what Keras saves is as before.
     """
@@ -40,9 +45,27 @@ def _checked(model: Any, name: str) -> Any:
     @functools.wraps(method)
     def train(*args: Any, **kwargs: Any) -> Any:
         check_trainable(model)
+        check_optimizer(model)
         return method(model, *args, **kwargs)
 
     return train
+
+
+def check_optimizer(model: keras.Model) -> None:
+    """An error for what Keras' optimizers cannot do to amax histories.
+
+    >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    >>> model.compile('sgd', 'mse')
+    >>> check_optimizer(model)
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    steps = getattr(optimizer, "ema_overwrite_frequency", None)
+    if not steps or not getattr(optimizer, "use_ema", False):
+        return
+    for variable in model.trainable_variables:
+        if variable.overwrite_with_gradient:
+            text = dict(optimizer=type(optimizer).__name__, model=f"'{model.name}'", steps=steps)
+            raise ValueError(_MSG_AVERAGE.format(**text, first=variable.path))
 
 
 def check_trainable(model: keras.Model) -> None:

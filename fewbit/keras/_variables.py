@@ -115,19 +115,25 @@ def add_parts(
         ]
 
 
-def add_variable(layer: keras.Layer, name: str, value: jax.Array) -> keras.Variable:
-    """A non-trainable variable that holds `value`, the layer being unlocked."""
+def add_variable(
+    layer: keras.Layer, name: str, value: jax.Array, *, overwritten: bool = False
+) -> keras.Variable:
+    """A non-trainable variable that holds `value`, the layer being unlocked.
+
+    One that is `overwritten` is what Keras calls so: its gradient is its next value.
+    """
     held = _held(value)
     with keras.name_scope(layer.name, caller=layer):
         variable = keras.Variable(
             lambda shape, dtype=None: held,
             shape=held.shape,
             dtype=str(held.dtype),
-            trainable=False,
+            trainable=overwritten,
             autocast=False,
             name=name,
             layout=_layout(held),
         )
+    variable.overwrite_with_gradient = overwritten
     layer._track_variable(variable)
     return variable
 
@@ -204,6 +210,14 @@ def own_variables(layer: keras.Layer) -> list[keras.Variable]:
     """The variables that a layer itself holds, not those of its sublayers."""
     own = [*layer._trainable_variables, *layer._non_trainable_variables]
     return list({id(v): v for v in own}.values())
+
+
+def is_recomputed(layer: keras.Layer) -> bool:
+    """Whether a `keras.RematScope` has the layer's call run again in the backward pass."""
+    mode = getattr(layer, "_remat_mode", None)
+    if mode is None or mode.mode in (None, "activations"):
+        return False
+    return mode.mode != "list_of_layers" or layer.name in mode.layer_names
 
 
 def take_path(new: Any, old: Any) -> None:

@@ -7,7 +7,7 @@ import keras
 from keras_hub.models import Gemma3Backbone
 
 from fewbit.keras._cached_attention import Int8CacheAttention
-from fewbit.keras._quantize import forget_compiled
+from fewbit.keras._compiled import forget_compiled
 from fewbit.keras._variables import sublayers
 
 PREFIX = "Int8Cache"

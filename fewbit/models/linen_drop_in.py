@@ -1,4 +1,4 @@
-"""Products for a single Linen layer that draw the key of their stochastic rounding themselves."""
+"""Products for a single Linen layer, which draws keys and keeps amax histories for them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ import flax.linen as nn
 import jax
 
 from fewbit.training.drop_in import DotGeneral, Einsum, check_drop_in
+from fewbit.training.drop_in_delayed import rule_histories
+from fewbit.training.histories import COLLECTION
 
 STREAM = "stochastic_rounding"
 _MSG_STREAM = (
     "{who} in {path!r} rounds gradients stochastically and finds no key. Pass "
     "rngs={{'stochastic_rounding': key}} to apply, with a key that differs from step to step."
+)
+_MSG_HISTORY = (
+    "{who} in {path!r} trains with delayed scales and finds no {name!r} among the variables. Pass "
+    "the collection that init made, beside the parameters: model.apply({{'params': params, "
+    "'_overwrite_with_gradient': histories}}, x)."
+)
+_MSG_AGAIN = (
+    "{who} in {path!r} is called more than once in a step, and Flax would add up what its calls "
+    "make of its amax histories. Use quantize_model(model, QtProvider(rules)), where every call "
+    "has histories of its own, or ranges that are measured ('absmax') in this layer's rule."
 )
 
 
@@ -23,14 +35,30 @@ class _Drawing(nn.Module):
 
     def _made(self, kind: Any) -> Any:
         name = type(self).__name__
-        check_drop_in(name, self.config_or_rule, has_key=True)
+        check_drop_in(name, self.config_or_rule, has_key=True, has_histories=True)
+        histories = self._histories(name)
         if getattr(self.config_or_rule, "bwd_stochastic_rounding", None) is None:
-            return kind(self.config_or_rule)
+            return kind(self.config_or_rule, histories=histories)
         if not self.has_rng(STREAM):
             if not self.is_initializing():
                 raise ValueError(_MSG_STREAM.format(who=name, path="/".join(self.path)))
-            return kind(self.config_or_rule.replace(bwd_stochastic_rounding=None))
-        return kind(self.config_or_rule, self.make_rng(STREAM))
+            rule = self.config_or_rule.replace(bwd_stochastic_rounding=None)
+            return kind(rule, histories=histories)
+        return kind(self.config_or_rule, self.make_rng(STREAM), histories)
+
+    def _histories(self, who: str) -> dict[str, Any] | None:
+        """Those of this layer, in the collection that Flax' TrainState overwrites."""
+        if not getattr(self.config_or_rule, "delays", False):
+            return None
+        found, path = {}, "/".join(self.path)
+        for name, value in rule_histories(self.config_or_rule).items():
+            known = self.has_variable(COLLECTION, name)
+            if known and self.is_initializing():
+                raise ValueError(_MSG_AGAIN.format(who=who, path=path))
+            if not known and not self.is_mutable_collection(COLLECTION):
+                raise ValueError(_MSG_HISTORY.format(who=who, path=path, name=name))
+            found[name] = self.variable(COLLECTION, name, lambda value=value: value).value
+        return found
 
 
 class QtDotGeneral(_Drawing):

@@ -16,6 +16,7 @@ if _typing.TYPE_CHECKING:
     from fewbit.training.drop_in import config_from_rule as config_from_rule
     from fewbit.training.drop_in import dot_general_cls as dot_general_cls
     from fewbit.training.drop_in import einsum_cls as einsum_cls
+    from fewbit.training.drop_in_delayed import rule_histories as rule_histories
     from fewbit.training.einsum_products import einsum_qt as einsum_qt
     from fewbit.training.histories import accumulate as accumulate
     from fewbit.training.histories import is_history as is_history
@@ -54,6 +55,7 @@ _HOMES = {
         "dot_general_cls",
         "einsum_cls",
     ),
+    "drop_in_delayed": ("rule_histories",),
     "einsum_products": ("einsum_qt",),
     "histories": (
         "accumulate",

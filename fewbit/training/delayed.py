@@ -89,6 +89,26 @@ def range_cotangent(amax: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
+def two_uses(history: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A history for two products; what each of them makes of it is merged by maximum, not added.
+
+    >>> use = lambda history, amax: seen(0.0, delayed_range(history), jnp.float32(amax))
+    >>> def step(history):
+    ...     first, second = two_uses(history)
+    ...     return use(first, 5) + use(second, 7)
+    >>> jax.grad(step)(jnp.array([1.0, 3.0, 2.0]))
+    Array([7., 1., 3.], dtype=float32)
+    """
+    return history, history
+
+
+two_uses.defvjp(
+    lambda history: ((history, history), None),
+    lambda _, cotangents: (jnp.maximum(*cotangents),),
+)
+
+
+@jax.custom_vjp
 def anchored(value: Any, ranges: Any) -> Any:
     """`value`, which every range is now part of: whoever differentiates it reaches them all.
 

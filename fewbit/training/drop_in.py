@@ -17,6 +17,7 @@ from fewbit._rule_checks import nearest
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.training.configs import ConvGeneralQtConfig, DotGeneralQtConfig, RaggedDotQtConfig
 from fewbit.training.dot_products import dot_general_qt
+from fewbit.training.drop_in_delayed import Prepared, check_histories, measured, prepared
 from fewbit.training.einsum_products import einsum_qt
 from fewbit.training.noise import get_noise_fn
 
@@ -41,6 +42,13 @@ _MSG_STATIC = (
     "{who}: act_static_scale=True needs ranges collected over steps, which a single layer does not "
     "keep. Use quantize_model(model, QtProvider(rules)), or leave act_static_scale out."
 )
+_MSG_DELAYED = (
+    "{who}: the rule takes ranges from the steps before ('delayed'), and a function keeps nothing. "
+    "Use what holds amax histories: in Linen nn.Dense(dot_general_cls=functools.partial("
+    "fewbit.QtDotGeneral, rule)) or fewbit.QtEinsum, in NNX nnx.Linear(dot_general="
+    "fewbit.NnxQtDotGeneral(rule)) or fewbit.NnxQtEinsum. Or hold them yourself: "
+    "{who}(rule, histories=fewbit.training.rule_histories(rule))."
+)
 _MSG_FIELD = "additional_qt_config has {name!r}, which {config} does not have.{near}"
 _MSG_OPERANDS = "{who} multiplies two operands, got {count}. Split the einsum into pairs."
 
@@ -51,10 +59,12 @@ def config_from_rule(
     *,
     weight: int | None = 1,
     op_name: str = "dot_general",
+    grad_delayed_range: Any = None,
 ) -> Any:
     """The config that a rule stands for; operand number `weight` is the weight (None: neither).
 
     `key` is for `bwd_stochastic_rounding`; both gradients get noise of their own from it.
+    `grad_delayed_range` is the range of a gradient with a 'delayed' scale.
 
     >>> rule = QtRule(weight_qtype='int4', act_qtype='int8', bwd_qtype='int8')
     >>> config = config_from_rule(rule)
@@ -66,6 +76,7 @@ def config_from_rule(
     tiles = cls is not ConvGeneralQtConfig
     noise = get_noise_fn(rule.bwd_stochastic_rounding, key, rule.channelwise_noise_axes)
     fields: dict[str, Any] = dict(tile_size=rule.tile_size) if tiles else {}
+    fields["grad_delayed_range"] = grad_delayed_range
     for side, name in enumerate(("lhs", "rhs")):
         is_weight = side == weight
         act_method = rule.act_calibration_method or "absmax"
@@ -97,7 +108,8 @@ class DotGeneral:
     """A `dot_general` for one layer, from a rule or a config.
 
     `key` is a key, or a function that gives a fresh one at each call; it is needed for stochastic
-    rounding only. A key that stays the same gives the same noise at every step.
+    rounding only. A key that stays the same gives the same noise at every step. `histories`, for
+    rules with 'delayed' scales, begin as `rule_histories(rule)`; their gradient is the next value.
 
     >>> import jax.numpy as jnp
     >>> dot_general = DotGeneral(QtRule(weight_qtype='int8', act_qtype='int8'))
@@ -107,9 +119,13 @@ class DotGeneral:
 
     config_or_rule: Any
     key: Any = None
+    histories: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_drop_in(type(self).__name__, self.config_or_rule, self.key is not None)
+        who, has_key = type(self).__name__, self.key is not None
+        check_drop_in(who, self.config_or_rule, has_key, self.histories is not None)
+        if self.histories is not None:
+            check_histories(who, self.config_or_rule, self.histories)
 
     def __call__(
         self,
@@ -121,15 +137,16 @@ class DotGeneral:
         *,
         out_sharding: Any = None,
     ) -> jax.Array:
-        return dot_general_qt(
-            lhs,
-            rhs,
+        ready, config = drop_in_ready(self, lhs, rhs)
+        out = dot_general_qt(
+            *ready.operands,
             dimension_numbers,
-            drop_in_config(self.config_or_rule, self.key),
+            config,
             precision,
             preferred_element_type,
             out_sharding=out_sharding,
         )
+        return ready.told(out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,9 +161,13 @@ class Einsum:
 
     config_or_rule: Any
     key: Any = None
+    histories: Any = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_drop_in(type(self).__name__, self.config_or_rule, self.key is not None)
+        who, has_key = type(self).__name__, self.key is not None
+        check_drop_in(who, self.config_or_rule, has_key, self.histories is not None)
+        if self.histories is not None:
+            check_histories(who, self.config_or_rule, self.histories)
 
     def __call__(
         self,
@@ -158,17 +179,21 @@ class Einsum:
     ) -> jax.Array:
         if len(operands) != 2:
             raise ValueError(_MSG_OPERANDS.format(who=type(self).__name__, count=len(operands)))
-        return einsum_qt(
+        ready, config = drop_in_ready(self, *operands)
+        out = einsum_qt(
             einsum_str,
-            *operands,
-            drop_in_config(self.config_or_rule, self.key),
+            *ready.operands,
+            config,
             precision,
             preferred_element_type,
             out_sharding=out_sharding,
         )
+        return ready.told(out)
 
 
-def check_drop_in(who: str, config_or_rule: Any, has_key: bool) -> None:
+def check_drop_in(
+    who: str, config_or_rule: Any, has_key: bool, has_histories: bool = False
+) -> None:
     """Raise for what a single layer cannot do, when it is made."""
     if isinstance(config_or_rule, DotGeneralQtConfig):
         return
@@ -179,14 +204,28 @@ def check_drop_in(who: str, config_or_rule: Any, has_key: bool) -> None:
         raise ValueError(_MSG_STATIC.format(who=who))
     if rule.bwd_stochastic_rounding is not None and not has_key:
         raise ValueError(_MSG_NO_KEY.format(who=who, method=rule.bwd_stochastic_rounding))
-    config_from_rule(rule.replace(bwd_stochastic_rounding=None))
+    if rule.delays and not has_histories:
+        raise ValueError(_MSG_DELAYED.format(who=who))
+    config_from_rule(_plain(rule))
 
 
-def drop_in_config(config_or_rule: Any, key: Any) -> Any:
-    """The config of one call."""
-    if isinstance(config_or_rule, DotGeneralQtConfig):
-        return config_or_rule
-    return config_from_rule(config_or_rule, key() if callable(key) else key)
+def _plain(rule: QtRule) -> Any:
+    """The rule without what a call has to bring."""
+    return measured(rule, gradients=True).replace(bwd_stochastic_rounding=None)
+
+
+def drop_in_ready(drop_in: Any, lhs: Any, rhs: Any) -> tuple[Prepared, Any]:
+    """The operands and the config of one call."""
+    given, key = drop_in.config_or_rule, drop_in.key
+    if isinstance(given, DotGeneralQtConfig):
+        return Prepared((lhs, rhs)), given
+    key = key() if callable(key) else key
+    rule = upgrade(given, QtRule)
+    if drop_in.histories is None:
+        return Prepared((lhs, rhs)), config_from_rule(rule, key)
+    config = config_from_rule(_plain(rule))
+    ready = prepared(rule, config, drop_in.histories, lhs, rhs)
+    return ready, config_from_rule(measured(rule), key, grad_delayed_range=ready.grad_range)
 
 
 def dot_general_cls(config_or_rule: Any, key: Any = None) -> Callable[[], DotGeneral]:
