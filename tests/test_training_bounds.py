@@ -249,6 +249,7 @@ def test_the_known_bounds_hold(kind, name):
     assert holds(columns, known), (columns, known)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, name", ROWS, ids=lambda v: getattr(v, "__name__", v))
 def test_our_own_bounds_hold_on_normal_inputs(kind, name):
     columns, (_, own) = errors(kind, name, jax.random.normal, relative)
