@@ -41,7 +41,6 @@ _MSG_STATIC = (
     "{who}: act_static_scale=True needs ranges collected over steps, which a single layer does not "
     "keep. Use quantize_model(model, QtProvider(rules)), or leave act_static_scale out."
 )
-_MSG_FIELD = "additional_qt_config has {name!r}, which {config} does not have.{near}"
 _MSG_OPERANDS = "{who} multiplies two operands, got {count}. Split the einsum into pairs."
 
 
@@ -82,13 +81,7 @@ def config_from_rule(
         }
         if tiles and is_weight:
             fields[f"d{name}_tile_size"] = rule.bwd_weight_grad_tile_size
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name, value in (rule.additional_qt_config or {}).items():
-        if name not in known:
-            raise ValueError(
-                _MSG_FIELD.format(name=name, config=cls.__name__, near=nearest(name, known))
-            )
-        fields[name] = value
+    fields |= rule.additional_qt_config or {}
     return cls(**fields)
 
 
