@@ -28,7 +28,9 @@ _NOT_HERE = ("grad_delayed_range", "sparsity_rule")
 QT_FIELDS = (*_TYPES, *_METHODS, *_TILES, *_TRUTHS, *_FUNCTIONS, *_NOT_HERE)
 
 _MSG_MAPPING = "{where}: {field} must be a mapping from field name to value, got {value!r}."
-_MSG_UNKNOWN = "{where}: {field} has {name!r}, which is no field of fewbit.DotGeneralQtConfig.{near}"
+_MSG_UNKNOWN = (
+    "{where}: {field} has {name!r}, which is no field of fewbit.DotGeneralQtConfig.{near}"
+)
 _MSG_FUNCTION = "{where}: {field}[{name!r}] must be a function or None, got {value!r}.{fix}"
 _FIX_NOISE = " For all steps write bwd_stochastic_rounding='uniform' in the rule instead."
 _MSG_RANGE = (

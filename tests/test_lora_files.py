@@ -299,7 +299,6 @@ def test_a_save_that_is_cut_between_its_files_leaves_the_old_or_the_new_adapter(
     # After the tensors have their name, or before.
     place = (writing, "move_into_place") if new else (os, "fsync")
 
-
     def cut(*args):
         raise OSError("the disk is gone")
 

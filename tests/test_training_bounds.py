@@ -212,7 +212,9 @@ def ragged(name):
     return mine, theirs, hows, ((64, 64), (4, 64, 32)), bounds
 
 
-ROWS = [(kind, name) for kind, rows in ((dot, DOT), (conv, CONV), (ragged, RAGGED)) for name in rows]
+ROWS = [
+    (kind, name) for kind, rows in ((dot, DOT), (conv, CONV), (ragged, RAGGED)) for name in rows
+]
 
 
 def error(found, expected):

@@ -148,9 +148,7 @@ def test_float_gradients_have_every_derivative(op):
     if op != "ragged_dot_qt":  # JAX has no more of it: no map over tangents, no second transpose
         ways += [twice, jax.hessian]
     for way in ways:
-        for a, b in zip(
-            jax.tree.leaves(way(loss)(w)), jax.tree.leaves(way(same)(w)), strict=True
-        ):
+        for a, b in zip(jax.tree.leaves(way(loss)(w)), jax.tree.leaves(way(same)(w)), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
@@ -211,9 +209,7 @@ X = normal(2, 6, 8)
 
 def function_model(rule):
     params = {"up": normal(0, 8, 5), "down": normal(1, 5, 3)}
-    f = fewbit.quantize_model(
-        lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], QtProvider([rule])
-    )
+    f = fewbit.quantize_model(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"], QtProvider([rule]))
     return params, lambda params: jnp.mean(jnp.square(f(params, X)))
 
 

@@ -20,7 +20,6 @@ from fewbit.training import (
     dot_general_qt,
     einsum_qt,
     get_noise_fn,
-    pair,
 )
 from tests.helpers import normal
 from tests.oracles import training as oracle

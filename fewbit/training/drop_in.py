@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from fewbit._rule_checks import nearest
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.training.configs import ConvGeneralQtConfig, DotGeneralQtConfig, RaggedDotQtConfig
 from fewbit.training.dot_products import dot_general_qt
