@@ -362,7 +362,7 @@ def test_nnx_histories_survive_an_orbax_checkpoint(tmp_path):
 
 
 def test_multi_steps_belongs_inside():
-    """Around it, optax.MultiSteps averages histories; `accumulate` and the other order are right."""
+    """Around it, optax.MultiSteps averages histories; the other order and `accumulate` do not."""
     f = model()
     params, x, y = data()
     state = {"params": params, "histories": f.init_amax_history(params, x)}

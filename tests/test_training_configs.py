@@ -287,7 +287,7 @@ def test_a_rule_knows_the_fields_of_the_configs():
         ),
         (
             dict(additional_qt_config={"dlhs_stochastic_rounding_noise_fn": "uniform"}),
-            "must be a function or None, got 'uniform'. For all steps write bwd_stochastic_rounding",
+            "must be a function or None, got 'uniform'. For all steps write bwd_stochastic",
         ),
         (dict(additional_qt_config={"lhs_collect_quant_stat": 3}), "must be a function or None"),
         (
