@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewbit._plan import Plan, Totals
+from fewbit._plan_adapter import AdapterPlan
+from fewbit._rule_checks import same_value
 from fewbit._text import human_bytes
 
 
@@ -39,9 +41,11 @@ class PlanDiff:
     plan: tuple[Change, ...]
     before: Totals
     after: Totals
+    adapters: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.changed or self.leaves or self.plan)
+        same_sites = not (self.added or self.removed or self.changed)
+        return not same_sites or bool(self.leaves or self.adapters or self.plan)
 
     def __str__(self) -> str:
         if not self:
@@ -50,6 +54,7 @@ class PlanDiff:
         lines += [f"- site {name}" for name in self.removed]
         lines += [f"~ site {change}" for change in self.changed]
         lines += [f"~ parameter {change}" for change in self.leaves]
+        lines += [f"~ adapter {change}" for change in self.adapters]
         lines += [f"~ {change}" for change in self.plan]
         return "\n".join([*lines, f"before: {self.before}", f"after:  {self.after}"])
 
@@ -75,10 +80,27 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         removed=tuple(name for name in old if name not in new),
         changed=tuple(changed),
         leaves=tuple(leaves),
-        plan=tuple(_changes("plan", before, after, skip=("sites", "leaves", "scales"))),
+        plan=tuple(_changes("plan", before, after, skip=("sites", "leaves", "scales", "adapters"))),
         before=before.totals,
         after=after.totals,
+        adapters=tuple(_adapters(before.adapters, after.adapters)),
     )
+
+
+def _adapters(before: Sequence[AdapterPlan], after: Sequence[AdapterPlan]) -> Iterator[Change]:
+    """Differences of adapters, by the parameter that each adds to."""
+    old, new = ({adapter.leaf: adapter for adapter in side} for side in (before, after))
+    for leaf in dict.fromkeys((*old, *new)):
+        if leaf not in old or leaf not in new:
+            there = [f"rank {side[leaf].rank}" if leaf in side else "none" for side in (old, new)]
+            yield Change(leaf, "adapter", *there)
+            continue
+        a, b = old[leaf], new[leaf]
+        for field in dataclasses.fields(a.rule):
+            values = [getattr(side.rule, field.name) for side in (a, b)]
+            if not same_value(*values):
+                yield Change(leaf, field.name, *values)
+        yield from _changes(leaf, a, b, skip=("leaf", "rule"))
 
 
 def _by_name(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:

@@ -18,7 +18,7 @@ from fewbit.decisions import Decision, Leaf, Request, RuleFor, decide
 from fewbit.interpret import Interpreter
 from fewbit.jaxprs import bind, forwards
 from fewbit.layouts import for_kernels
-from fewbit.learned_scales import abstract_learned
+from fewbit.learned_scales import abstract_learned, check_leftovers
 from fewbit.provenance import Constant
 from fewbit.qarray import abstract_quantized
 from fewbit.sites import SiteRunner
@@ -262,6 +262,8 @@ class Runner:
         self, traced: Traced, decisions: dict[str, Decision], requests: dict[str, Request]
     ) -> tuple[dict[str, str], list[tuple[str, str]]]:
         """Run abstractly on leaves stored as requested: what ran each Site, what dequantized."""
+        if self.root and self.provider.strict and not self.provider.learns:
+            check_leftovers(traced.program, traced.leaves)
         ran: dict[str, str] = {}
         seen: list[tuple[str, str]] = []
         trains = self.provider.trains

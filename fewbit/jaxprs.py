@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core as jex
+from jax.interpreters import partial_eval
 
 from fewbit.ops.argmax import LONG
 
@@ -248,6 +249,17 @@ def _forwarded_operands(eqn: Eqn) -> Sequence[Any]:
     if name == "cond":
         return [None if k is None else ins[1 + k] for k in common_forwards(*bodies(eqn))]
     return ()
+
+
+def unread(jaxpr: Jaxpr) -> list[bool]:
+    """For each input of a jaxpr, whether no result depends on it, seen through bodies.
+
+    >>> import jax
+    >>> unread(jax.make_jaxpr(jax.jit(lambda a, b: 2 * b))(1.0, 2.0).jaxpr)
+    [True, False]
+    """
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return [not one for one in used]
 
 
 def common_forwards(*branches: Any) -> list[int | None]:

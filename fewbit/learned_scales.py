@@ -11,10 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fewbit.beside import put_beside, split_beside
+from fewbit.beside import owner_of, put_beside, split_beside
 from fewbit.calibration import parse_method
 from fewbit.decisions import Leaf, Request
+from fewbit.jaxprs import unread
 from fewbit.qarray import HowToQuantize, get_scale_shape
+from fewbit.trace import Program
 from fewbit.training.learned import QSCALE, parameter_dtype, start_scale
 
 _MSG_MISSING = (
@@ -112,6 +114,22 @@ def check_learned(
         check_scale_shape(name, leaf.shape, request.how, values[name], request.rule)
     if extra and strict:
         name = extra[0]
+        raise ValueError(_MSG_UNUSED.format(name=name, leaf=name.removesuffix(QSCALE)))
+
+
+def check_leftovers(program: Program, leaves: Sequence[Leaf | None]) -> None:
+    """No parameter is a learned scale that neither a rule nor the model itself reads."""
+    paths = {leaf.path for leaf in leaves if leaf is not None}
+    found = {
+        k: leaf.path
+        for k, leaf in enumerate(leaves)
+        if leaf is not None and owner_of(leaf.path, (QSCALE,)) in paths
+    }
+    if not found:
+        return
+    idle = unread(program.root.jaxpr)
+    name = next((path for k, path in found.items() if idle[k]), None)
+    if name is not None:
         raise ValueError(_MSG_UNUSED.format(name=name, leaf=name.removesuffix(QSCALE)))
 
 

@@ -29,6 +29,7 @@ from fewbit._rule_checks import (
     check_tile,
     same_value,
 )
+from fewbit._rule_qt import check_qt_config
 from fewbit.numerics import qtype_name
 
 _MSG_STATIC_WITHOUT_TYPE = (
@@ -273,20 +274,8 @@ class LoraRule(QuantizationRule):
 
 
 def _check_qt_config(where: str, field: str, value: Any) -> FrozenMapping | None:
-    if value is None:
-        return None
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise TypeError(f"{where}: {field} must be a mapping from field name to value.")
-    is_type = lambda key: key.endswith("_qtype")  # noqa: E731
-    for key, item in value.items():
-        if key.endswith("_calibration_method") and item is not None:
-            check_calibration(where, f"{field}[{key!r}]", item, None)
-    return FrozenMapping(
-        {
-            key: check_qtype(where, f"{field}[{key!r}]", item) if is_type(key) else item
-            for key, item in value.items()
-        }
-    )
+    checked = check_qt_config(where, field, value)
+    return None if checked is None else FrozenMapping(checked)
 
 
 def _check_initializer(where: str, field: str, value: Any) -> Callable[..., jax.Array]:

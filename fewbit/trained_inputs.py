@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fewbit.decisions import Decision, Leaf, Request, storage
-from fewbit.learned_scales import check_learned
+from fewbit.learned_scales import check_learned, check_leftovers
 from fewbit.stored_checks import check_something
 from fewbit.trace import Program
 from fewbit.traced import Traced
@@ -88,6 +88,8 @@ def check_trains(
         raise ValueError(_MSG_STORED.format(what=what, leaf=stored[0]))
     if root:
         check_something(traced.program, traced.values, decisions, provider, what)
+    if root and provider.strict and not provider.learns:
+        check_leftovers(traced.program, traced.leaves)
     if not (provider.learns or traced.learned or provider.delays):
         return
     requests = wanted_storage(traced.program, decisions)

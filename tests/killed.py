@@ -1,4 +1,4 @@
-"""Saves, streams or calibrates over and over until it is killed, for tests that kill it.
+"""Saves, streams, calibrates over and over until it is killed, for tests that kill it.
 
 Each line of the input, `["<job>", "<folder>", <number>]`, starts such a child; its process id is
 printed, and how it ended. Starting Python anew for every kill would take most of the time. Nothing
@@ -97,7 +97,37 @@ def calibrate_for_ever(path, number):
             calibrate(path, batches)
 
 
-JOBS = {"save": save_for_ever, "stream": stream_for_ever, "calibrate": calibrate_for_ever}
+# --- save_adapters --------------------------------------------------------------------------------
+
+
+def adapted(number):
+    """(parameters, plan) of `number` alone, half a megabyte of adapters; alpha tells it too."""
+    base = {name: jnp.zeros((512, 512), "float32") for name in ("w0", "w1")}
+    alpha = float(number + 1)
+    plan = fewbit.plan(layers, fewbit.LoraProvider(rank=64, alpha=alpha), base, jnp.ones((1, 512)))
+    rng = np.random.default_rng(number)
+    values = {
+        name: jnp.asarray(rng.normal(size=shape), "float32")
+        for adapter in plan.adapters
+        for name, shape in adapter.shapes.items()
+    }
+    return fewbit.lora.with_adapters(fewbit.lora.init(plan, base, jax.random.key(0)), values), plan
+
+
+def adapters_for_ever(folder, first):
+    both = [adapted(first), adapted(first + 1)]
+    say("ready")
+    while True:
+        for params, plan in both:
+            fewbit.save_adapters(folder, params, plan)
+
+
+JOBS = {
+    "save": save_for_ever,
+    "stream": stream_for_ever,
+    "calibrate": calibrate_for_ever,
+    "adapters": adapters_for_ever,
+}
 
 
 def serve():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -314,3 +315,80 @@ def test_fp8_with_delayed_scales_learns_what_float32_learns():
     found = final(lambda s: loss_of(f)(s, x, y), {"params": start, "histories": histories})
     assert exact[0] > 0.5 and exact[-1] < 0.1
     assert abs(found[-1] - exact[-1]) < 0.04, (found[-1], exact[-1])
+
+
+def test_histories_survive_an_orbax_checkpoint(tmp_path):
+    model = tower()
+    half = train(start(model), 2)
+    whole = train(half, 2)
+    kept = {"params": half.params, "opt_state": half.opt_state, "step": jnp.asarray(half.step)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "o", kept)
+    like = jax.tree.map(jnp.zeros_like, kept)  # a new training: its histories are empty
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "o", like)
+    same(found["params"][HISTORIES], half.params[HISTORIES])
+    assert all(leaf.any() for leaf in jax.tree.leaves(found["params"][HISTORIES]))
+    again = start(model).replace(
+        params=found["params"], opt_state=found["opt_state"], step=int(found["step"])
+    )
+    same(train(again, 2).params, whole.params)  # to the bit
+
+
+def test_nnx_histories_survive_an_orbax_checkpoint(tmp_path):
+    def made(seed):
+        net = nnx.Linear(8, 4, rngs=nnx.Rngs(seed))
+        return fewbit.quantize_model(net, fewbit.QtProvider([FP8]), data()[1])
+
+    _, x, y = data()
+    wrt = nnx.Any(nnx.Param, fewbit.AmaxHistory)
+
+    def step(net):
+        loss = lambda net: jnp.mean(jnp.square(net(x) - y))  # noqa: E731
+        tx = fewbit.training.overwrite_with_gradient(optax.sgd(0.1))
+        nnx.Optimizer(net, tx, wrt=wrt).update(
+            net, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(net)
+        )
+
+    net, other = made(0), made(1)
+    step(net)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "o", nnx.state(net))
+    with ocp.StandardCheckpointer() as checkpointer:
+        nnx.update(other, checkpointer.restore(tmp_path / "o", nnx.state(other)))
+    assert other.dot_general0_lhs_amax_history[0] == jnp.abs(x).max()
+    step(net), step(other)
+    same(nnx.to_pure_dict(nnx.state(net)), nnx.to_pure_dict(nnx.state(other)))
+
+
+def test_multi_steps_belongs_inside():
+    """Around it, optax.MultiSteps averages histories; the other order and `accumulate` do not."""
+    f = model()
+    params, x, y = data()
+    state = {"params": params, "histories": f.init_amax_history(params, x)}
+    grads_of = jax.jit(jax.grad(loss_of(f)))
+    parts = [(x, y), (4 * x, y)]
+
+    def first_of(histories):
+        return float(histories["a:dot_general0"]["lhs_amax_history"][0])
+
+    def updated(tx):
+        now, opt = state, tx.init(state)
+        for part in parts:
+            grads = grads_of(now, *part)
+            with jax.numpy_dtype_promotion("standard"):  # optax divides by an integer
+                updates, opt = tx.update(grads, opt, now)
+                now = optax.apply_updates(now, updates)
+        return now
+
+    largest = float(jnp.abs(4 * x).max())
+    overwrite = fewbit.training.overwrite_with_gradient
+    averaged = updated(optax.MultiSteps(overwrite(optax.sgd(0.1)), 2).gradient_transformation())
+    assert first_of(averaged["histories"]) == pytest.approx(largest * 5 / 8)  # of 1 and 4
+    inside = updated(overwrite(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()))
+    assert first_of(inside["histories"]) == largest
+    assert (inside["params"]["a"] != params["a"]).any()
+    total = jax.tree.map(jnp.zeros_like, state)
+    for part in parts:
+        total = fewbit.training.accumulate(total, grads_of(state, *part), weight=1 / 2)
+    assert first_of(total["histories"]) == largest

@@ -14,10 +14,10 @@ import time
 
 import numpy as np
 import pytest
-from killed import LAYERS, calibrate, content_matches, stream, tree
+from killed import LAYERS, adapted, calibrate, content_matches, stream, tree
 
 import fewbit
-from fewbit.io.safetensors_file import SafetensorsWriter
+from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -133,7 +133,38 @@ def killed_calibrations(victims, path, kills, seed):
     return seen
 
 
+def killed_adapters(victims, folder, kills, seed):
+    """One of the two that were being saved or the one before, whole and with its own strength."""
+    dice, seen = random.Random(seed), collections.Counter()
+    known = {0: adapted(0)}
+    fewbit.save_adapters(folder, *known[0])
+    for kill in range(kills):
+        first = 2 * kill
+        known |= {number: adapted(number) for number in (first, first + 1)}
+        victims.kill("adapters", folder, first, dice.uniform(0.0, 0.06))
+        seen["killed"] += 1
+        metadata = SafetensorsFile(folder / "adapter_model.safetensors").metadata
+        number = int(json.loads(metadata["fewbit.adapter_config"])["lora_alpha"]) - 1
+        params, plan = known[number]
+        found = fewbit.lora.adapters(fewbit.load_adapters(folder, params, plan))
+        wanted = fewbit.lora.adapters(params)
+        assert all((np.asarray(found[name]) == wanted[name]).all() for name in wanted), kill
+        config = folder / "adapter_config.json"
+        if config.exists():
+            assert json.loads(config.read_text())["lora_alpha"] == number + 1
+        else:
+            seen["config inside"] += 1
+        seen["half way"] += len(os.listdir(folder)) > 2
+        if kill % 3 == 0:
+            fewbit.save_adapters(folder, *known[first])
+            assert sorted(os.listdir(folder)) == [config.name, "adapter_model.safetensors"]
+            seen["saved again"] += 1
+        known = {number: known[number], first: known[first]}
+    return seen
+
+
 JOBS = {
+    "save_adapters": killed_adapters,
     "save": killed_saves,
     "quantize_checkpoint": killed_streams,
     "calibrate": killed_calibrations,
@@ -143,7 +174,15 @@ JOBS = {
 @pytest.mark.parametrize("job", JOBS)
 def test_kills_at_random_moments(victims, tmp_path, job):
     place = tmp_path if job == "quantize_checkpoint" else tmp_path / "it"
-    assert JOBS[job](victims, place, 6, seed=1)["killed"] == 6
+    kills = 3 if job == "save_adapters" else 6
+    assert JOBS[job](victims, place, kills, seed=1)["killed"] == kills
+
+
+@pytest.mark.long
+def test_fifty_kills_of_a_save_of_adapters(victims, tmp_path):
+    seen = killed_adapters(victims, tmp_path, 50, seed=3)
+    print(", ".join(f"{n} {what}" for what, n in seen.items()))
+    assert seen["killed"] == 50 and seen["half way"] > 3
 
 
 @pytest.mark.long

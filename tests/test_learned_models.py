@@ -307,3 +307,92 @@ def test_a_nan_in_a_learned_scale_is_found_before_it_is_stored():
     params = {"w": normal(1, 16, 4), "w_qscale": jnp.ones((2, 4)).at[1, 2].set(jnp.nan)}
     with pytest.raises(ValueError, match="w_qscale holds 1 value that is NaN or infinite"):
         fewbit.to_ptq(f, params, None, X)
+
+
+# --- what is left over from another training ------------------------------------------------------
+
+LEFT = (
+    "The parameters hold the learned scale '{name}', but no rule learns the scales of '{leaf}', so "
+    "it would not be used. Write weight_calibration_method='learned' in the rule for it, take it "
+    "out, or make the provider with strict=False."
+)
+PLAIN_RULE = fewbit.QtRule(weight_qtype="int4")
+
+
+def linear(params, x):
+    return x @ params["up"]["w"]
+
+
+def left_over():
+    """Parameters of a function that were trained with learned scales."""
+    model = fewbit.quantize_model(linear, PROVIDER)
+    return fewbit.add_learned_scales(model, {"up": {"w": normal(1, 16, 8)}}, X)
+
+
+def test_scales_that_nobody_reads_are_told_by_a_function():
+    params = left_over()
+    sentence = re.escape(LEFT.format(name="up/w_qscale", leaf="up/w"))
+    model = fewbit.quantize_model(linear, fewbit.QtProvider([PLAIN_RULE]))
+    jitted = fewbit.quantize_model(jax.jit(linear), fewbit.QtProvider([PLAIN_RULE]))
+    for call in (
+        lambda: model(params, X),
+        lambda: jitted(params, X),
+        lambda: jax.grad(lambda p: model(p, X).sum())(params),
+        lambda: fewbit.plan(linear, fewbit.QtProvider([PLAIN_RULE]), params, X),
+        lambda: fewbit.plan(linear, [fewbit.QuantizationRule(weight_qtype="int4")], params, X),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            call()
+    loose = fewbit.quantize_model(linear, fewbit.QtProvider([PLAIN_RULE], strict=False))
+    np.testing.assert_array_equal(loose(params, X), model({"up": {"w": params["up"]["w"]}}, X))
+
+
+def test_a_parameter_of_that_name_that_the_model_reads_is_its_own():
+    def own(params, x):
+        return x @ params["w"] * params["w_qscale"]
+
+    model = fewbit.quantize_model(own, fewbit.QtProvider([PLAIN_RULE]))
+    params = {"w": normal(1, 16, 8), "w_qscale": jnp.full((1, 8), 2.0)}
+    half = model({**params, "w_qscale": jnp.ones((1, 8))}, X)
+    np.testing.assert_allclose(model(params, X), 2 * half, rtol=1e-6)
+
+
+def test_scales_that_nobody_reads_are_told_by_linen_and_nnx():
+    variables = fewbit.quantize_model(Net(), PROVIDER).init(jax.random.key(0), X)
+    model = fewbit.quantize_model(Net(), fewbit.QtProvider([PLAIN_RULE]))
+    sentence = re.escape(LEFT.format(name="head/kernel_qscale", leaf="head/kernel"))
+    with pytest.raises(ValueError, match=sentence):
+        model.apply(variables, X)
+    make = lambda: nnx.Sequential(nnx.Linear(16, 8, rngs=nnx.Rngs(0)))  # noqa: E731
+    trained = fewbit.quantize_model(make(), PROVIDER, X)
+    other = fewbit.quantize_model(make(), fewbit.QtProvider([PLAIN_RULE]), X)
+    nnx.update(other, nnx.state(trained))
+    with pytest.raises(ValueError, match="kernel_qscale', but no rule learns the scales of"):
+        other(X)
+
+
+def test_a_stream_neither_drops_nor_ignores_learned_scales(tmp_path):
+    from tests.test_quantize_checkpoint import write_file
+
+    params = left_over()
+    source, target = tmp_path / "a.safetensors", tmp_path / "out"
+    write_file(source, {f"up.{name}": np.asarray(v) for name, v in params["up"].items()})
+    bare = {"up": {"w": params["up"]["w"]}}
+    plain = fewbit.plan(linear, [fewbit.QuantizationRule(weight_qtype="int4")], bare, X)
+    with pytest.raises(ValueError) as error:
+        fewbit.quantize_checkpoint(source, target, plain, progress=False)
+    assert "holds 1 learned scales that the plan does not use: up/w_qscale" in str(error.value)
+    assert "names=[..., (r'.*_qscale', None)]" in str(error.value)
+    fewbit.quantize_checkpoint(
+        source, target, plain, names=[(r"up\.w", "up/w"), (r".*_qscale", None)], progress=False
+    )
+    learned = fewbit.plan(linear, fewbit.PtqProvider([RULE]), bare, X)
+    for file in (source, tmp_path / "b.safetensors"):
+        if not file.exists():
+            write_file(file, {"up.w": np.asarray(params["up"]["w"])})
+        with pytest.raises(ValueError) as error:
+            fewbit.quantize_checkpoint(
+                file, tmp_path / "other", learned, allow_extra_params=True, progress=False
+            )
+        assert "stores 1 parameters with learned scales (up/w)" in str(error.value)
+        assert "fewbit.quantize_params(params, plan)" in str(error.value)

@@ -1,6 +1,7 @@
 """Adapters as files: PEFT's names and shapes, read back in a new process, several over one base."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from flax import nnx
 from lora_cases import CASES, RANK, SOME, lora, normal
 
 import fewbit
-from fewbit.io.safetensors_file import SafetensorsFile
+from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter
 
 
 def mlp(params, x):
@@ -271,7 +272,54 @@ def test_configs_that_mean_something_else(saved):
     (folder / "adapter_config.json").write_text("{")
     assert "is no JSON" in failure(lambda: fewbit.load_adapters(folder, BASE, plan))
     (folder / "adapter_config.json").unlink()
+    file = SafetensorsFile(folder / "adapter_model.safetensors")
+    infos = [(name, file.info(name).dtype, file.info(name).shape) for name in file.names]
+    tensors = {name: file.read(name, copy=True) for name in file.names}
+    with SafetensorsWriter(file.path, infos, {"format": "pt"}) as writer:  # as PEFT writes it
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
     assert "cannot be opened" in failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+
+
+def test_a_config_of_another_save_is_told_with_the_numbers_that_are_right(saved):
+    folder, _, plan = saved
+    edit(folder, lora_alpha=12)
+    text = failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+    assert "the tensors were saved with lora_alpha=6. Write that into it, or save" in text
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_save_that_is_cut_between_its_files_leaves_the_old_or_the_new_adapter(
+    saved, monkeypatch, new
+):
+    import fewbit.lora.peft_writing as writing
+
+    folder, params, plan = saved
+    _, other, other_plan = lora(mlp, BASE, X, alpha=2.0)
+    # After the tensors have their name, or before.
+    place = (writing, "move_into_place") if new else (os, "fsync")
+
+    def cut(*args):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(*place, cut)
+    with pytest.raises((OSError, ValueError), match="the disk is gone"):
+        fewbit.save_adapters(folder, other, other_plan)
+    monkeypatch.undo()
+    assert not (folder / "adapter_config.json").exists()  # which PEFT says, loudly
+    right, wrong = (other_plan, plan) if new else (plan, other_plan)
+    values = other if new else params
+    found = fewbit.load_adapters(folder, BASE, right)
+    for name, value in fewbit.lora.adapters(found).items():
+        np.testing.assert_array_equal(value, fewbit.lora.adapters(values)[name])
+    assert "was trained with lora_alpha" in failure(
+        lambda: fewbit.load_adapters(folder, BASE, wrong)
+    )
+    fewbit.save_adapters(folder, other, other_plan)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
 
 
 def test_a_save_that_fails_leaves_the_old_files(saved, monkeypatch):

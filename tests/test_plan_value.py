@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fewbit
 from fewbit import _text
 from fewbit._plan import ArrayInfo, LeafPlan, Plan, Site, SitePlan, stored_bytes
 from fewbit._plan_table import number_ranges
@@ -266,6 +267,35 @@ def test_a_changed_type_is_listed_field_by_field():
     text = str(diff)
     assert "~ site decoder/layers/0/mlp/up:dot_general0  weight_qtype: int8 → int4" in text
     assert f"~ parameter {path}  bytes_after: 8.50 KiB → 4.50 KiB" in text
+
+
+def test_adapters_are_compared_by_the_parameter_they_add_to():
+    def run(params, x):
+        return jnp.tanh(x @ params["up"]) @ params["down"]
+
+    def made(dtype="float32", **fields):
+        params = {"up": jnp.ones((16, 8), dtype), "down": jnp.ones((8, 16), dtype)}
+        provider = fewbit.LoraProvider(**(dict(rank=2, alpha=4.0) | fields))
+        return fewbit.plan(run, provider, params, jnp.ones((1, 16), dtype))
+
+    before = made()
+    assert not before.diff(made())
+    text = str(before.diff(made(rank=4, alpha=8.0, dropout=0.1, module_path="up")))
+    for line in (
+        "~ adapter up  rank: 2 → 4",
+        "~ adapter up  alpha: 4.0 → 8.0",
+        "~ adapter up  dropout: 0.0 → 0.1",
+        "~ adapter up  module_path: .* → up",
+        "~ adapter down  adapter: rank 2 → none",
+    ):
+        assert line in text.splitlines()
+    assert "~ adapter down  adapter: none → rank 2" in str(made(module_path="up").diff(before))
+    assert "~ adapter up  dtype: float32 → bfloat16" in str(before.diff(made("bfloat16")))
+    assert "~ adapter down  weight_qtype: None → nf4" in str(
+        before.diff(made(weight_qtype="nf4", tile_size=8))
+    )
+    diff = before.diff(made(alpha=5.0))  # a difference of adapters alone is one
+    assert diff and {change.field for change in diff.adapters} == {"alpha"}
 
 
 # --- the table ------------------------------------------------------------------------------------

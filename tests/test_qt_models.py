@@ -179,8 +179,7 @@ def test_second_order_is_right_or_refused():
     direction = jax.tree.map(jnp.ones_like, PARAMS)
     product = lambda f: jax.jvp(jax.grad(loss(f)), (PARAMS,), (direction,))[1]  # noqa: E731
     assert gap(product(trained(W8A8)), product(mlp)) < 0.05
-    refused = "cannot be differentiated twice|can't apply forward-mode"  # the latter is JAX's
-    with pytest.raises((NotImplementedError, TypeError), match=refused):
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
         product(trained(FULL))
     with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
         jax.grad(lambda p: jnp.sum(jax.grad(loss(trained(FULL)))(p)["up"]))(PARAMS)

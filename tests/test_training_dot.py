@@ -20,7 +20,6 @@ from fewbit.training import (
     dot_general_qt,
     einsum_qt,
     get_noise_fn,
-    pair,
 )
 from tests.helpers import normal
 from tests.oracles import training as oracle
@@ -210,7 +209,7 @@ def test_a_pair_is_used_as_it_is():
     assert relative(plain, x @ w) < 0.02
 
 
-CLIPPING = ["fixed,0.8", "percentile,80", "rms,1", "absmax,0.5"]
+CLIPPING = ["fixed,0.8", "percentile,80", "rms,1", "absmax,0.5", "mse"]
 
 
 @pytest.mark.parametrize("method", CLIPPING)
@@ -466,74 +465,6 @@ def test_a_backward_tile_that_does_not_divide():
     )
     with pytest.raises(ValueError, match=message):
         jax.grad(lambda w: dot_general_qt(x, w, PLAIN, config).sum())(w)
-
-
-BOUNDS = {  # out and gradients against fake quantization, then against float
-    "int8": (dict(INT8_BOTH), (0.02, 0.03, 0.06, 0.03)),
-    "int8 forward": (dict(INT8), (0.02, 0.03, 0.06, 0.03)),
-    "int4": (
-        dict(lhs_qtype="int4", rhs_qtype="int4", dlhs_grad_qtype="int4", drhs_grad_qtype="int4"),
-        (0.04, 0.2, 0.5, 0.5),
-    ),
-    "int8 original": (
-        dict(
-            INT8_BOTH,
-            use_original_residuals=True,
-            dlhs_residual_qtype="int8",
-            drhs_residual_qtype="int8",
-        ),
-        (0.02, 0.1, 0.5, 0.5),
-    ),
-    "e4m3": (
-        {f"{name}_qtype": "float8_e4m3fn" for name in ("lhs", "rhs", "dlhs_grad", "drhs_grad")},
-        (0.0002, 0.2, 0.04, 0.04),
-    ),
-    "e4m3 tile": (
-        {f"{name}_qtype": "float8_e4m3fn" for name in ("lhs", "rhs", "dlhs_grad", "drhs_grad")}
-        | dict(tile_size=128),
-        (0.005, 0.2, 0.4, 0.4),
-    ),
-    "e4m3 gradient tile": (
-        {f"{name}_qtype": "float8_e4m3fn" for name in ("lhs", "rhs", "dlhs_grad", "drhs_grad")}
-        | dict(drhs_tile_size=32),
-        (0.0033, 0.5, 0.2, 0.2),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BOUNDS)
-def test_the_known_bounds_hold(case):
-    fields, bounds = BOUNDS[case]
-    config = DotGeneralQtConfig(**fields)
-    x, w = (jax.random.uniform(jax.random.key(i), s) for i, s in enumerate([(64, 256), (256, 32)]))
-
-    def fake(a, b):
-        parts = [
-            pair(
-                v,
-                ops.dot_how(
-                    dimension_numbers=PLAIN, ndims=(2, 2), for_lhs=side == 0, **config.operand(side)
-                ),
-            )  # fmt: skip
-            for side, v in enumerate((a, b))
-        ]
-        rounded = [p.array + jax.lax.stop_gradient(fewbit.dequantize(p.quantized) - p.array)
-                   for p in parts]  # fmt: skip
-        return rounded[0] @ rounded[1]
-
-    def pulled(f):
-        out, pull = jax.vjp(f, x, w)
-        return out, pull(jax.random.uniform(jax.random.key(5), out.shape))
-
-    def error(a, b):
-        return np.mean(np.abs((np.asarray(a) - np.asarray(b)) / np.asarray(b)))
-
-    out, gradients = pulled(lambda a, b: dot_general_qt(a, b, PLAIN, config))
-    for number, other in enumerate((fake, jnp.matmul)):
-        expected, expected_gradients = pulled(other)
-        assert error(out, expected) <= bounds[2 * number]
-        for a, b in zip(gradients, expected_gradients, strict=True):
-            assert error(a, b) <= bounds[2 * number + 1]
 
 
 def test_noise_reaches_the_gradients_and_is_reproducible():

@@ -10,12 +10,15 @@ from typing import Any
 import jax
 
 from fewbit._plan import LeafPlan, Plan
+from fewbit.beside import owner_of
 from fewbit.io._leaf_stream import Piece
 from fewbit.io._tree import Leaf, map_leaves
 from fewbit.io.errors import CheckpointError
 from fewbit.io.names import Target, map_names, turned
 from fewbit.io.stream_sources import Source
+from fewbit.learned_scales import is_learned
 from fewbit.qarray import WithAux, abstract_quantized
+from fewbit.training.learned import QSCALE
 
 _MSG_MISSING = "has no tensor for {count} of the plan's parameters: {paths}"
 _FIX_MISSING = "{near}Map names to parameters: names=[(pattern, replacement), ...]."
@@ -31,6 +34,20 @@ _FIX_TURNED = (
 _FIX_SHAPE = "The plan was made for another model or other sizes."
 _MSG_DTYPE = "is {dtype}, and a weight to be quantized is float"
 _FIX_DTYPE = "For a checkpoint that is quantized already see fewbit.read_checkpoint."
+_MSG_LEARNED = (
+    "cannot be streamed into a plan that stores {count} parameters with learned scales ({paths})"
+)
+_FIX_LEARNED = (
+    "Scales that training found are applied to parameters in memory: "
+    "fewbit.save(dst, fewbit.quantize_params(params, plan), plan), or to_ptq(model, params) of the "
+    "model that was trained."
+)
+_MSG_LEFT = "holds {count} learned scales that the plan does not use: {names}"
+_FIX_LEFT = (
+    "They belong to weights that were trained with weight_calibration_method='learned'. Make the "
+    "plan with those rules and quantize in memory (fewbit.quantize_params), or quantize the "
+    "weights without them: names=[..., (r'.*{suffix}', None)] or allow_extra_params=True."
+)
 _MSG_INTO = (
     "into has other parameters than the plan: {paths}. Give the tree, abstract or not, that the "
     "plan was made from."
@@ -86,6 +103,10 @@ def find_pieces(
 ) -> list[Piece | Leaf]:
     """Every leaf of the result, with its sources, or as it is if it has none."""
     planned = {leaf.path: leaf for leaf in plan.leaves}
+    learned = [path for path, leaf in planned.items() if is_learned(leaf.how)]
+    if learned:
+        what = _MSG_LEARNED.format(count=len(learned), paths=_some(learned))
+        raise CheckpointError(source.path, what, fix=_FIX_LEARNED)
     targets = {t.path: t for t in map_names(source.path, list(source.names), names, planned)}
     missing = [path for path in planned if path not in targets]
     extra = [path for path in targets if path not in planned]
@@ -96,6 +117,10 @@ def find_pieces(
             _MSG_MISSING.format(count=len(missing), paths=_some(missing)),
             fix=_FIX_MISSING.format(near=_near(missing[0], [*extra, *sources])),
         )
+    scales = [path for path in extra if owner_of(path, (QSCALE,)) in planned]
+    if scales and not allow_extra:
+        what = _MSG_LEFT.format(count=len(scales), names=_some(scales))
+        raise CheckpointError(source.path, what, fix=_FIX_LEFT.format(suffix=QSCALE))
     if extra and not allow_extra:
         found = [name for path in extra for name in targets[path].sources]
         raise CheckpointError(

@@ -19,7 +19,7 @@ from fewbit.adapter_trees import leaves_by_path, put_adapters
 from fewbit.io.errors import CheckpointError
 from fewbit.io.safetensors_file import SafetensorsFile
 from fewbit.lora import peft_names
-from fewbit.lora.peft_writing import CONFIG, CONFIG_KEY, TENSORS, planned, strengths
+from fewbit.lora.peft_writing import CONFIG, TENSORS, config_inside, planned, strengths
 from fewbit.lora.selecting import with_adapters
 from fewbit.models import is_nnx
 
@@ -48,7 +48,8 @@ _MSG_RSLORA = (
 _MSG_KIND = "is a {kind} adapter, and fewbit reads LoRA (peft_type LORA without DoRA)"
 _MSG_APART = (
     "does not belong to the {tensors} beside it: they differ in {what}. One of the two is from "
-    "another save; save the adapters again"
+    "another save: the tensors were saved with {values}. Write that into it, or save the adapters "
+    "again"
 )
 _MSG_IGNORED = (
     "{path}: {count} tensors were left out ({first}, ...): no weight with an adapter takes them."
@@ -82,9 +83,13 @@ def load_adapters(
     """
     plans = planned("load_adapters", params, plan)
     folder = Path(path)
-    config = _read_config(folder / CONFIG)
     file = SafetensorsFile(folder / TENSORS)
-    _check_together(folder / CONFIG, config, file)
+    inside = config_inside(folder / TENSORS)
+    if inside and not (folder / CONFIG).exists():
+        config = _checked(file.path, inside)  # of a save that was killed before its last rename
+    else:
+        config = _read_config(folder / CONFIG)
+        _check_together(folder / CONFIG, config, inside)
     modules = peft_names.module_names(plans, names)
     made: dict[str, np.ndarray] = {}
     used: set[str] = set()
@@ -115,6 +120,10 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"is no JSON ({error})") from error
     if not isinstance(config, dict):
         raise CheckpointError(path, "is no adapter config", expected="an object", found="a value")
+    return _checked(path, config)
+
+
+def _checked(path: Any, config: dict[str, Any]) -> dict[str, Any]:
     kind = "DoRA" if config.get("use_dora") else str(config.get("peft_type"))
     if kind != "LORA":
         raise CheckpointError(path, _MSG_KIND.format(kind=kind))
@@ -131,15 +140,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_together(path: Path, config: dict[str, Any], file: SafetensorsFile) -> None:
-    """A save that was cut between its two files leaves one old and one new."""
-    text = (file.metadata or {}).get(CONFIG_KEY)
-    if text is None:
+def _check_together(path: Path, config: dict[str, Any], inside: dict[str, Any]) -> None:
+    """Tensors that were trained with another strength are another adapter."""
+    if not inside:
         return
-    inside, outside = json.loads(text), strengths(config)
-    differ = [key for key in inside if inside[key] != outside.get(key)]
+    trained, outside = strengths(inside), strengths(config)
+    differ = [key for key in trained if trained[key] != outside.get(key)]
     if differ:
-        text = _MSG_APART.format(tensors=TENSORS, what=", ".join(differ))
+        values = ", ".join(f"{key}={trained[key]!r}" for key in differ)
+        text = _MSG_APART.format(tensors=TENSORS, what=", ".join(differ), values=values)
         raise CheckpointError(path, text)
 
 

@@ -2,26 +2,29 @@
 
 import json
 import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from fewbit._atomic import write_atomically
+from fewbit._atomic import move_into_place
 from fewbit._plan_adapter import AdapterPlan
 from fewbit.adapter_init import check_plan
 from fewbit.adapter_run import check_adapters
 from fewbit.boxes import is_box, unboxed
 from fewbit.io._safetensors_header import dtype_name
-from fewbit.io.safetensors_file import SafetensorsWriter
+from fewbit.io.errors import CheckpointError
+from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter
 from fewbit.lora import peft_names
 from fewbit.lora.selecting import adapters as adapters_in
 from fewbit.models import is_nnx
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CONFIG_KEY = "fewbit.adapter_config"  # also inside the tensors' file: the two belong together
+_BESIDE = (f".{TENSORS}.tmp-*", f".{CONFIG}.tmp-*")  # what a save that was killed leaves behind
 
 
 def save_adapters(
@@ -65,16 +68,41 @@ def save_adapters(
     folder.mkdir(parents=True, exist_ok=True)
     ordered = sorted(tensors.items())
     infos = [(name, str(dtype_name(array.dtype)), array.shape) for name, array in ordered]
-    own = {"format": "pt", CONFIG_KEY: json.dumps(strengths(config), sort_keys=True)}
-    with SafetensorsWriter(folder / TENSORS, infos, own) as writer:
-        for name, array in ordered:
-            writer.write(name, array)
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    own = {"format": "pt", CONFIG_KEY: json.dumps(config, sort_keys=True)}
+    for leftover in (file for pattern in _BESIDE for file in folder.glob(pattern)):
+        leftover.unlink(missing_ok=True)
+    staged = folder / f".{CONFIG}.tmp-{secrets.token_hex(6)}"
+    try:
+        staged.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        with SafetensorsWriter(folder / TENSORS, infos, own) as writer:
+            for name, array in ordered:
+                writer.write(name, array)
+            if config_inside(folder / TENSORS) and not _same_strength(folder / CONFIG, config):
+                # New tensors under an old alpha would be another adapter, so for a moment there is
+                # no config: the one inside the tensors' file, old or new, is read then.
+                (folder / CONFIG).unlink(missing_ok=True)
+        move_into_place(staged, folder / CONFIG)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
 
-    def write(file: BinaryIO) -> None:
-        file.write(text.encode())
 
-    write_atomically(folder / CONFIG, write)
+def config_inside(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config that `save_adapters` put into a file of tensors; empty in those of others."""
+    try:
+        text = (SafetensorsFile(path).metadata or {}).get(CONFIG_KEY, "{}")
+        found = json.loads(text)
+    except (CheckpointError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and "peft_type" in found else {}
+
+
+def _same_strength(path: Path, config: dict[str, Any]) -> bool:
+    try:
+        old = json.loads(path.read_bytes())
+        return strengths(old) == strengths(config)
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def planned(name: str, params: Any, plan: Any) -> tuple[AdapterPlan, ...]:

@@ -4,7 +4,6 @@ Weights stay float and get gradients; each is quantized once per step, as it wil
 training. Products are those of `fewbit.training`, configured per operand from the Site's rule.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import jax
 
 from fewbit import ops
-from fewbit._rule_checks import nearest
 from fewbit.calibration import parse_method
 from fewbit.current import current_site
 from fewbit.decisions import activation_fields
@@ -39,10 +37,6 @@ from fewbit.training.delayed import quantize_delayed, seen
 from fewbit.training.ragged_products import ragged_dot_qt
 from fewbit.weight import straight_through
 
-_MSG_UNKNOWN = (
-    "{rule!r}: additional_qt_config has {name!r}, which is no field of fewbit.DotGeneralQtConfig."
-    "{near}"
-)
 _MSG_HISTOGRAM = (
     "{rule!r}: training keeps the range of each batch, from which {method!r} over all batches "
     "cannot be told. Write act_static_reduction='mean' to average it over batches, or make static "
@@ -84,11 +78,6 @@ class QtProvider(QuantizationProvider):
 
     def _init_rule(self, rule: Any) -> QuantizationRule:
         rule = upgrade(super()._init_rule(rule), QtRule)
-        known = [field.name for field in dataclasses.fields(DotGeneralQtConfig)]
-        for name in rule.additional_qt_config or ():
-            if name not in known:
-                text = dict(rule=rule, name=name, near=nearest(name, known))
-                raise ValueError(_MSG_UNKNOWN.format(**text))
         method = rule.act_calibration_method
         if rule.act_static_scale and rule.act_static_reduction != "mean" and method is not None:
             if parse_method(method).name in ("percentile", "mse"):

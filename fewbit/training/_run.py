@@ -23,11 +23,18 @@ from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
 from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
 from fewbit.training.delayed import delayed_absmax, quantize_with_absmax, range_cotangent
 from fewbit.training.paired import Paired, pair
+from fewbit.training.reverse_only import differentiable_once, reverse_only, tangent_only
 
 _MSG_SECOND_ORDER = (
     "{op} with quantized gradients cannot be differentiated twice: rounding a gradient has no "
     "useful derivative. Leave dlhs_grad_qtype and drhs_grad_qtype None (bwd_qtype=None in a rule) "
     "where second derivatives are taken; float gradients have them."
+)
+_MSG_FORWARD_MODE = (
+    "{op} with quantized gradients has no forward-mode derivative (jax.jvp, jax.linearize, "
+    "jax.jacfwd, jax.hessian): its gradients are rounded in the backward pass, which forward mode "
+    "has not. Use reverse mode (jax.grad, jax.vjp, jax.jacrev), or leave dlhs_grad_qtype and "
+    "drhs_grad_qtype None (bwd_qtype=None in a rule): float gradients have every derivative."
 )
 
 
@@ -161,12 +168,13 @@ def _with_quantized_gradients(
             for side in (0, 1)
         ]
         # Nothing, but it carries the operands' tangents to where they are refused.
-        traces = [_tangent_only(x) for x in arrays]
+        traces = [tangent_only(x) for x in arrays]
         return out, (residuals, traces, rest, noises, delayed)
 
     def backward(saved: Any, g: jax.Array) -> Any:
         residuals, traces, rest, noises, delayed = saved
-        g = _differentiable_once(product.name)(g, residuals, traces)
+        again = _MSG_SECOND_ORDER.format(op=product.name)
+        g = differentiable_once(g, (residuals, traces), again)
         absmax = told = None
         if delayed is not None:
             amax = _largest(g)
@@ -189,19 +197,8 @@ def _with_quantized_gradients(
         return gradients, None, None, None, told
 
     quantized_training.defvjp(forward, backward)
-    return quantized_training(arrays, quantized, rest, noises, config.grad_delayed_range)
-
-
-@jax.custom_jvp
-def _tangent_only(x: jax.Array) -> jax.Array:
-    return jnp.zeros((0,), jnp.float32)
-
-
-@_tangent_only.defjvp
-def _tangent_of_nothing(primals: Any, tangents: Any) -> Any:
-    # Made from the tangent, or JAX would see that it is zero.
-    total = jnp.sum(tangents[0]).astype(jnp.float32).reshape(1)
-    return _tangent_only(*primals), jax.lax.slice_in_dim(total, 0, 0)
+    operands = arrays, quantized, rest, noises, config.grad_delayed_range
+    return quantized_training(*reverse_only(operands, _MSG_FORWARD_MODE.format(op=product.name)))
 
 
 def _noise_operand(noise_fn: Any) -> Any:
@@ -299,15 +296,3 @@ def explicit_sharding(aval: Any) -> Any:
     """The placement that is part of the type, on an explicit mesh; None elsewhere."""
     sharding = aval.sharding
     return sharding if any(entry is not None for entry in sharding.spec) else None
-
-
-def _differentiable_once(op: str) -> Any:
-    @jax.custom_jvp
-    def passed(g: jax.Array, *saved: Any) -> jax.Array:
-        return g
-
-    @passed.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        raise NotImplementedError(_MSG_SECOND_ORDER.format(op=op))
-
-    return passed

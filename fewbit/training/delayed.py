@@ -18,8 +18,16 @@ from jax.ad_checkpoint import checkpoint_name
 from fewbit.calibration import calibrate, compute_scale_zero_point
 from fewbit.qarray import HowToQuantize, QArray, quantize_with_scale_zero_point
 from fewbit.training.paired import CHECKPOINT_NAME
+from fewbit.training.reverse_only import differentiable_once, reverse_only, tangent_only
 
 SUFFIX = "_amax_history"
+
+_MSG_ONCE = (
+    "Delayed scaling has first derivatives, in reverse mode: the history after a step comes out of "
+    "jax.grad (or vjp, jacrev) beside the gradients, and would be lost in forward mode and in "
+    "second derivatives (jax.jvp, linearize, jacfwd, hessian, grad of grad). Use 'absmax' in place "
+    "of 'delayed' where these are taken."
+)
 
 
 def empty_history(length: int, layers: tuple[int, ...] = ()) -> jax.Array:
@@ -31,7 +39,6 @@ def empty_history(length: int, layers: tuple[int, ...] = ()) -> jax.Array:
     return jnp.zeros((*layers, length), jnp.float32)
 
 
-@jax.custom_vjp
 def delayed_range(history: jax.Array) -> jax.Array:
     """(largest value remembered, 0) of each history; its derivative is the history one step later.
 
@@ -42,12 +49,17 @@ def delayed_range(history: jax.Array) -> jax.Array:
     >>> jax.grad(step)(history)
     Array([5., 1., 3.], dtype=float32)
     """
+    return _range(reverse_only(history, _MSG_ONCE))
+
+
+@jax.custom_vjp
+def _range(history: jax.Array) -> jax.Array:
     largest = jnp.max(history, axis=-1)
     return jnp.stack([largest, jnp.zeros_like(largest)], axis=-1)
 
 
 def _range_forward(history: jax.Array) -> Any:
-    return delayed_range(history), history
+    return _range(history), history
 
 
 def _range_backward(history: jax.Array, cotangent: jax.Array) -> Any:
@@ -56,10 +68,9 @@ def _range_backward(history: jax.Array, cotangent: jax.Array) -> Any:
     return (jnp.where(ran > 0, later, history),)  # what did not run remembers what it knew
 
 
-delayed_range.defvjp(_range_forward, _range_backward)
+_range.defvjp(_range_forward, _range_backward)
 
 
-@jax.custom_vjp
 def seen(value: Any, ranges: Any, amax: Any) -> Any:
     """`value`; its derivative tells the ranges what the largest value of this step was.
 
@@ -68,18 +79,26 @@ def seen(value: Any, ranges: Any, amax: Any) -> Any:
     >>> float(seen(1.0, jnp.zeros((2,)), jnp.float32(5)))
     1.0
     """
+    return _seen(*reverse_only((value, ranges, amax), _MSG_ONCE))
+
+
+@jax.custom_vjp
+def _seen(value: Any, ranges: Any, amax: Any) -> Any:
     return value
 
 
 def _seen_forward(value: Any, ranges: Any, amax: Any) -> Any:
-    return value, jax.tree.map(lambda a: checkpoint_name(a, CHECKPOINT_NAME), amax)
+    named = jax.tree.map(lambda a: checkpoint_name(a, CHECKPOINT_NAME), amax)
+    return value, (named, jax.tree.map(tangent_only, value))
 
 
-def _seen_backward(amax: Any, cotangent: Any) -> Any:
+def _seen_backward(saved: Any, cotangent: Any) -> Any:
+    amax, traces = saved
+    cotangent = differentiable_once(cotangent, traces, _MSG_ONCE)
     return cotangent, jax.tree.map(range_cotangent, amax), jax.tree.map(jnp.zeros_like, amax)
 
 
-seen.defvjp(_seen_forward, _seen_backward)
+_seen.defvjp(_seen_forward, _seen_backward)
 
 
 def range_cotangent(amax: jax.Array) -> jax.Array:
@@ -88,7 +107,6 @@ def range_cotangent(amax: jax.Array) -> jax.Array:
     return jnp.stack([amax, jnp.ones_like(amax)], axis=-1)
 
 
-@jax.custom_vjp
 def two_uses(history: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A history for two products; what each of them makes of it is merged by maximum, not added.
 
@@ -99,25 +117,34 @@ def two_uses(history: jax.Array) -> tuple[jax.Array, jax.Array]:
     >>> jax.grad(step)(jnp.array([1.0, 3.0, 2.0]))
     Array([7., 1., 3.], dtype=float32)
     """
+    return _two_uses(reverse_only(history, _MSG_ONCE))
+
+
+@jax.custom_vjp
+def _two_uses(history: jax.Array) -> tuple[jax.Array, jax.Array]:
     return history, history
 
 
-two_uses.defvjp(
+_two_uses.defvjp(
     lambda history: ((history, history), None),
     lambda _, cotangents: (jnp.maximum(*cotangents),),
 )
 
 
-@jax.custom_vjp
 def anchored(value: Any, ranges: Any) -> Any:
     """`value`, which every range is now part of: whoever differentiates it reaches them all.
 
     A history that no gradient reaches would come back as zeros, and so be forgotten.
     """
+    return _anchored(*reverse_only((value, ranges), _MSG_ONCE))
+
+
+@jax.custom_vjp
+def _anchored(value: Any, ranges: Any) -> Any:
     return value
 
 
-anchored.defvjp(
+_anchored.defvjp(
     lambda value, ranges: (value, ranges),
     lambda ranges, cotangent: (cotangent, jax.tree.map(jnp.zeros_like, ranges)),
 )

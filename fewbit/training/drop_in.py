@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 
-from fewbit._rule_checks import nearest
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.training.configs import ConvGeneralQtConfig, DotGeneralQtConfig, RaggedDotQtConfig
 from fewbit.training.dot_products import dot_general_qt
@@ -49,7 +48,6 @@ _MSG_DELAYED = (
     "fewbit.NnxQtDotGeneral(rule)) or fewbit.NnxQtEinsum. Or hold them yourself: "
     "{who}(rule, histories=fewbit.training.rule_histories(rule))."
 )
-_MSG_FIELD = "additional_qt_config has {name!r}, which {config} does not have.{near}"
 _MSG_OPERANDS = "{who} multiplies two operands, got {count}. Split the einsum into pairs."
 
 
@@ -93,13 +91,7 @@ def config_from_rule(
         }
         if tiles and is_weight:
             fields[f"d{name}_tile_size"] = rule.bwd_weight_grad_tile_size
-    known = [field.name for field in dataclasses.fields(cls)]
-    for name, value in (rule.additional_qt_config or {}).items():
-        if name not in known:
-            raise ValueError(
-                _MSG_FIELD.format(name=name, config=cls.__name__, near=nearest(name, known))
-            )
-        fields[name] = value
+    fields |= rule.additional_qt_config or {}
     return cls(**fields)
 
 

@@ -21,23 +21,29 @@ def peers_python():
     return python
 
 
-def answers_of(script, tmp_path_factory):
-    """The results that `peers/<script>.py` writes."""
-    # With xdist each worker has its own directory below the run's.
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
+def answers_of(script, tmp_path_factory, prepare=None):
+    """The results that `peers/<script>.py` writes.
+
+    `prepare(folder)` is called before it, and the script is given the folder too; it is found at
+    `folder_of(script, tmp_path_factory)`.
+    """
+    shared = _shared(tmp_path_factory)
     python, written = peers_python(), shared / f"{script}.npz"
     try:
         (shared / f"{script}.started").mkdir()
     except FileExistsError:
         _wait_for(written, shared / f"{script}.failed")
         return cases.Results.load(written)
-    draft = shared / f"{script}.draft.npz"
+    draft, given = shared / f"{script}.draft.npz", []
+    if prepare is not None:
+        folder = folder_of(script, tmp_path_factory)
+        folder.mkdir()
+        prepare(folder)
+        given = [str(folder)]
     # Plain settings: strict promotion and several devices are our own tests' business.
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "XLA_FLAGS")}
     done = subprocess.run(
-        [python, "-m", f"peers.{script}", str(draft)],
+        [python, "-m", f"peers.{script}", str(draft), *given],
         cwd=PEERS.parent,
         capture_output=True,
         text=True,
@@ -49,6 +55,17 @@ def answers_of(script, tmp_path_factory):
         pytest.fail(f"{script} failed:\n{done.stderr[-3000:]}")
     draft.rename(written)
     return cases.Results.load(written)
+
+
+def folder_of(script, tmp_path_factory):
+    """What a script was given and wrote beside its answers."""
+    return _shared(tmp_path_factory) / f"{script}.folder"
+
+
+def _shared(tmp_path_factory):
+    """With xdist each worker has its own directory below the run's."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 def _wait_for(written, failed):
