@@ -1,4 +1,4 @@
-"""Nothing compiled is left out of `make test-sanitized`: sources, programs, test files, functions."""
+"""Nothing compiled is left out of `make test-sanitized`: sources, programs, test files."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ NATIVE_TESTS = ROOT / "tests" / "native"
 
 # Test files that need the native part and do not run under sanitizers, with the reason.
 ELSEWHERE = {
-    "tests/test_backend.py": "which backend is chosen, and what export says; calls what others call",
+    "tests/test_backend.py": "which backend is chosen and what export says; no kernels of its own",
     "tests/test_keras_memory.py": "measures resident memory, which sanitizers multiply",
     "tests/test_storing.py": "the bytes that kernels read, which XLA packs; no kernel runs",
 }
