@@ -36,6 +36,11 @@ PEER_F32 = 2e-6
 PEER_BF16 = 4 * BF16_ULP
 # A whole model with quantized activations: one code that falls on the other side of a tie.
 PEER_MODEL_DYNAMIC = 1e-2
+# A Keras layer in another library, of the largest output: operands have the same codes, and
+# float32 sums differ in their order. It is what that library's own tests allow.
+PEER_KERAS = 1e-5
+# Its scales: a quotient against a product with a reciprocal.
+PEER_KERAS_SCALE = 2 * F32_SCALE
 # Two ways to run one model with quantized activations: a difference in the last place of a sum may
 # turn a code of the next layer's activations.
 CODE_OF_NEXT_LAYER = 2e-2

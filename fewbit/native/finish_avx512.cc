@@ -4,6 +4,11 @@
 
 namespace fewbit {
 
+#if defined(FEWBIT_EMULATE_AVX512)
+void FinishEmulatedAvx512(const FinishRow& row);
+void FinishEmulatedAvx512(const FinishRow& row) { FinishOneRow(row); }
+#else
 void FinishAvx512(const FinishRow& row) { FinishOneRow(row); }
+#endif
 
 }  // namespace fewbit

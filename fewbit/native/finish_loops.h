@@ -6,6 +6,7 @@
 #ifndef FEWBIT_NATIVE_FINISH_LOOPS_H_
 #define FEWBIT_NATIVE_FINISH_LOOPS_H_
 
+#include <cstdint>
 #include <cstring>
 
 #include "finish.h"
@@ -30,7 +31,7 @@ inline int32_t Bits(float value) {
 
 // Rounded once where the instruction set does that: for polynomials, which nobody compares bit by bit.
 inline float MulAdd(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(FEWBIT_EMULATE_AVX512)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -51,14 +52,16 @@ inline Reduced Reduce(float x) {
   const float rounded = MulAdd(x, 1.44269504f, kRound);
   const float n = rounded - kRound;
   const float r = MulAdd(n, -kLow, MulAdd(n, -kHigh, x));
-  const int32_t exponent = Bits(rounded) - Bits(kRound) + 127;
+  // Unsigned, because the bits of NaN wrap around; what they become is NaN times `small`.
+  const uint32_t exponent =
+      static_cast<uint32_t>(Bits(rounded)) - static_cast<uint32_t>(Bits(kRound)) + 127;
   float p = 1.0f / 5040;
   p = MulAdd(p, r, 1.0f / 720);
   p = MulAdd(p, r, 1.0f / 120);
   p = MulAdd(p, r, 1.0f / 24);
   p = MulAdd(p, r, 1.0f / 6);
   p = MulAdd(p, r, 0.5f);
-  return {Float(exponent * (1 << 23)), MulAdd(p, r * r, r)};
+  return {Float(static_cast<int32_t>(exponent << 23)), MulAdd(p, r * r, r)};
 }
 
 // e^x for x <= 0.

@@ -7,9 +7,9 @@ namespace fewbit {
 
 #if defined(FEWBIT_EMULATE_AVX512)
 extern const ConvKernels kEmulatedAvx512ConvKernels;
-const Kernels kEmulatedAvx512Kernels =
-    MakeKernels<Avx512>(
-    "avx512_vnni (emulated)", &kEmulatedAvx512ConvKernels, FinishPortable);
+void FinishEmulatedAvx512(const FinishRow& row);
+const Kernels kEmulatedAvx512Kernels = MakeKernels<Avx512>(
+    "avx512_vnni (emulated)", &kEmulatedAvx512ConvKernels, FinishEmulatedAvx512);
 #else
 const Kernels kAvx512VnniKernels =
     MakeKernels<Avx512>("avx512_vnni", &kAvx512VnniConvKernels, FinishAvx512);

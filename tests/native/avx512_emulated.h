@@ -79,6 +79,22 @@ inline __m512i madd_epi16(__m512i x, __m512i y) {
   return result;
 }
 
+// SIMDe adds signed numbers, for which leaving 32 bits is undefined; the instruction wraps around.
+inline __m512i dpbusd_epi32(__m512i sums, __m512i unsigned_bytes, __m512i signed_bytes) {
+  uint32_t total[16];
+  uint8_t a[64];
+  int8_t b[64];
+  __m512i result;
+  std::memcpy(total, &sums, sizeof total);
+  std::memcpy(a, &unsigned_bytes, sizeof a);
+  std::memcpy(b, &signed_bytes, sizeof b);
+  for (int i = 0; i < 64; ++i) {
+    total[i / 4] += static_cast<uint32_t>(a[i] * b[i]);
+  }
+  std::memcpy(&result, total, sizeof total);
+  return result;
+}
+
 }  // namespace emulated
 }  // namespace fewbit
 
@@ -89,5 +105,7 @@ inline __m512i madd_epi16(__m512i x, __m512i y) {
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16 fewbit::emulated::madd_epi16
 #define _mm512_srai_epi32 fewbit::emulated::srai_epi32
+#undef _mm512_dpbusd_epi32
+#define _mm512_dpbusd_epi32 fewbit::emulated::dpbusd_epi32
 
 #endif  // FEWBIT_TESTS_NATIVE_AVX512_EMULATED_H_

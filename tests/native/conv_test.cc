@@ -1,22 +1,20 @@
 // Convolutions of every instruction set against naive loops. Fails by its exit code.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <random>
-#include <thread>
+#include <string>
 #include <vector>
 
+#include "bf16.h"
 #include "conv.h"
 #include "pack_code.h"
+#include "team.h"
 
 namespace fewbit {
 namespace {
-
-std::mt19937 engine(2);
-int Random(int low, int high) { return std::uniform_int_distribution<int>(low, high)(engine); }
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Shape {
   int64_t images, height, width, channels, n, groups, taps, stride, low, high, dilation;
@@ -61,27 +59,90 @@ std::vector<int32_t> Naive(const Window& w, int64_t n, const std::vector<int8_t>
   return out;
 }
 
-bool Same(const char* what, const Kernels& kernels, const std::vector<int32_t>& want,
-          const std::vector<float>& got) {
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (static_cast<float>(want[i]) != got[i]) {  // sums below 2^24: floats are exact too
-      std::printf("%s %s: [%zu] is %.9g, not %d\n", kernels.name, what, i, got[i], want[i]);
+// How a convolution gets its images and gives its results.
+struct Way {
+  const char* name;
+  Element x_type, out_type;
+  bool quantize, scaled;
+};
+constexpr Way kWays[] = {
+    {"codes", Element::kS8, Element::kF32, false, false},
+    {"scaled codes", Element::kS8, Element::kBf16, false, true},
+    {"sums of codes", Element::kS8, Element::kS32, false, false},
+    {"floats", Element::kF32, Element::kF32, false, false},
+    {"scaled floats", Element::kF32, Element::kBf16, false, true},
+    {"bfloat16", Element::kBf16, Element::kF32, false, true},
+    {"quantized floats", Element::kF32, Element::kF32, true, true},
+    {"quantized bfloat16", Element::kBf16, Element::kBf16, true, false},
+};
+
+// The images of one convolution in every type: codes, which floats hold exactly. Each image has a
+// -128, so that quantizing gives them all one scale.
+struct Pictures {
+  std::vector<int8_t> codes;
+  std::vector<float> floats, scales;
+  std::vector<uint16_t> narrow;
+
+  Pictures(int64_t images, int64_t values) {
+    for (int64_t i = 0; i < images * values; ++i) {
+      codes.push_back(static_cast<int8_t>(i % values == 0 ? -128 : Random(-128, 127)));
+      floats.push_back(codes.back());
+      narrow.push_back(ToBf16(floats.back()));
+    }
+    for (int64_t i = 0; i < images; ++i) {
+      scales.push_back(std::ldexp(1.0f, Random(-2, 2)));
+    }
+  }
+  // Numbers as fewbit.quantize(x, 'int8') sees them; in bfloat16 each step is rounded.
+  std::vector<int8_t> Quantized(bool half, float* scale) const {
+    const auto rounded = [half](float v) { return half ? FromBf16(ToBf16(v)) : v; };
+    *scale = rounded(128.0f * (1.0f / 127.5f));
+    std::vector<int8_t> out;
+    for (float v : floats) {
+      const float units = half ? rounded(v / *scale) : v * (1.0f / *scale);
+      out.push_back(static_cast<int8_t>(std::nearbyint(std::min(std::max(units, -128.0f), 127.0f))));
+    }
+    return out;
+  }
+  const void* As(Element type) const {
+    return type == Element::kS8    ? static_cast<const void*>(codes.data())
+           : type == Element::kF32 ? static_cast<const void*>(floats.data())
+                                   : narrow.data();
+  }
+};
+
+// Sums are below 2^24, and exact under scales that are powers of two, which those of quantized images
+// are not; bfloat16 rounds at the end.
+bool Same(const std::string& what, const Way& way, const std::vector<int32_t>& sums,
+          const std::vector<float>& factors, const std::vector<uint8_t>& bytes) {
+  for (size_t i = 0; i < sums.size(); ++i) {
+    const float want = static_cast<float>(sums[i]) * factors[i];
+    float got, tolerance = way.quantize ? 3e-7f * std::fabs(want) : 0.0f;
+    if (way.out_type == Element::kBf16) {
+      uint16_t half;
+      std::memcpy(&half, &bytes[i * 2], 2);
+      got = FromBf16(half);
+      tolerance += std::ldexp(std::fabs(want), -8);
+    } else if (way.out_type == Element::kF32) {
+      std::memcpy(&got, &bytes[i * 4], 4);
+    } else {
+      int32_t sum;
+      std::memcpy(&sum, &bytes[i * 4], 4);
+      got = static_cast<float>(sum);
+    }
+    if (!(std::fabs(got - want) <= tolerance)) {
+      std::printf("%s %s: [%zu] is %.9g, not %.9g\n", what.c_str(), way.name, i, got, want);
       return false;
     }
   }
   return true;
 }
 
-bool Check(const Kernels& kernels, const Shape& s, int bits, int threads) {
+int64_t Check(const Kernels& kernels, const Shape& s, int bits, int threads, bool* good) {
   const Window w = s.Cut();
   const int64_t k = w.all_taps() * w.depth(), blocks = CeilDiv(k, kBlock);
   const std::string name = "int" + std::to_string(bits);
-  std::vector<int8_t> x;
-  std::vector<float> floats;
-  for (int64_t i = 0; i < s.images * w.pixels() * s.channels; ++i) {
-    x.push_back(static_cast<int8_t>(Random(-128, 127)));
-    floats.push_back(x.back());
-  }
+  const Pictures x(s.images, w.pixels() * s.channels);
   std::vector<uint8_t> data(static_cast<size_t>(CeilDiv(s.n, kPanel) * blocks * bits * kPanel * 4));
   std::vector<int> weight;
   std::vector<float> plain;
@@ -91,48 +152,58 @@ bool Check(const Kernels& kernels, const Shape& s, int bits, int threads) {
     weight.push_back(code - (1 << (bits - 1)));
     plain.push_back(static_cast<float>(weight.back()));
   }
-  const std::vector<int32_t> want = Naive(w, s.n, x, weight);
-  std::vector<float> out(want.size(), -1.0f);
-  std::vector<std::thread> helpers;
-  Workers workers;
-  workers.threads = threads;
-  workers.schedule = [&](std::function<void()> task) { helpers.emplace_back(std::move(task)); };
-  bool good = true;
-  if (s.groups == 1 || s.n / s.groups % kPanel == 0) {
-    const std::vector<float> ones(static_cast<size_t>(CeilDiv(s.n, kPanel) * kPanel), 1.0f);
-    Conv conv{};
-    conv.window = w;
-    Matmul& m = conv.product;
-    m.format = FindFormat(name.c_str(), name.size());
-    m.rows = w.images * w.outputs(), m.k = k, m.n = s.n;
-    m.data = data.data();
-    m.scale = reinterpret_cast<const uint8_t*>(ones.data());
-    m.groups = 1;
-    m.tensor_scale = 1.0f;
-    m.out = out.data();
-    m.x = x.data(), m.x_type = Element::kS8, m.x_scale_rows = 1;
-    RunConv(kernels, workers, conv);
-    good = Same("codes", kernels, want, out) && good;
-    m.x = floats.data(), m.x_type = Element::kF32;
-    RunConv(kernels, workers, conv);
-    good = Same("floats", kernels, want, out) && good;
-  } else {
-    ChannelConv conv{};
-    conv.window = w;
-    conv.n = s.n;
-    conv.w = plain.data();
-    conv.out = out.data();
-    conv.x = x.data(), conv.x_type = Element::kS8, conv.x_scale_rows = 1;
-    RunChannelConv(kernels, workers, conv);
-    good = Same("channel codes", kernels, want, out) && good;
-    conv.x = floats.data(), conv.x_type = Element::kF32;
-    RunChannelConv(kernels, workers, conv);
-    good = Same("channel floats", kernels, want, out) && good;
+  std::vector<float> scales(static_cast<size_t>(CeilDiv(s.n, kPanel) * kPanel), 1.0f);
+  for (float& scale : scales) {
+    scale = std::ldexp(1.0f, Random(-2, 2));
   }
-  for (std::thread& helper : helpers) {
-    helper.join();
+  const std::vector<float> ones(scales.size(), 1.0f);
+  const bool panels = s.groups == 1 || s.n / s.groups % kPanel == 0;
+  const std::string what = std::string(kernels.name) + " " + name + (panels ? "" : " by channels");
+  int64_t count = 0;
+  for (const Way& way : kWays) {
+    float quantized_scale = 1.0f;
+    const std::vector<int8_t> seen =
+        way.quantize ? x.Quantized(way.x_type == Element::kBf16, &quantized_scale) : x.codes;
+    const std::vector<int32_t> sums = Naive(w, s.n, seen, weight);
+    std::vector<float> factors;
+    for (size_t i = 0; i < sums.size(); ++i) {
+      const auto n = static_cast<size_t>(s.n), image = i / (static_cast<size_t>(w.outputs()) * n);
+      const bool given = way.x_type == Element::kS8 && way.scaled;
+      factors.push_back((given ? x.scales[image] : quantized_scale) *
+                        (way.scaled ? scales[i % n] : 1.0f));
+    }
+    const float* image_scales = way.scaled ? x.scales.data() : nullptr;
+    std::vector<uint8_t> out(sums.size() * (way.out_type == Element::kBf16 ? 2 : 4), 0xff);
+    Team team(threads);
+    if (panels) {
+      Conv conv{};
+      conv.window = w;
+      Matmul& m = conv.product;
+      m.format = FindFormat(name.c_str(), name.size());
+      m.rows = w.images * w.outputs(), m.k = k, m.n = s.n;
+      m.data = data.data();
+      m.scale = reinterpret_cast<const uint8_t*>((way.scaled ? scales : ones).data());
+      m.groups = 1;
+      m.tensor_scale = 1.0f;
+      m.out = out.data(), m.out_type = way.out_type;
+      m.x = x.As(way.x_type), m.x_type = way.x_type, m.quantize_x = way.quantize;
+      m.x_scale = image_scales, m.x_scale_rows = s.images;
+      RunConv(kernels, team.workers, conv);
+    } else {
+      ChannelConv conv{};
+      conv.window = w;
+      conv.n = s.n;
+      conv.w = plain.data();
+      conv.scale = way.scaled ? scales.data() : nullptr;
+      conv.out = out.data(), conv.out_type = way.out_type;
+      conv.x = x.As(way.x_type), conv.x_type = way.x_type, conv.quantize_x = way.quantize;
+      conv.x_scale = image_scales, conv.x_scale_rows = s.images;
+      RunChannelConv(kernels, team.workers, conv);
+    }
+    *good = Same(what, way, sums, factors, out) && *good;
+    ++count;
   }
-  return good;
+  return count;
 }
 
 }  // namespace
@@ -147,14 +218,14 @@ int main() {
   bool good = true;
   for (const fewbit::Kernels* kernels : fewbit::SetsToTest()) {
     bool each = true;
-    long count = 0;
+    int64_t count = 0;
     for (const fewbit::Shape& shape : shapes) {
       for (int bits : {2, 4, 5, 6, 7, 8}) {
-        each = fewbit::Check(*kernels, shape, bits, 1 + bits % 3) && each;
-        ++count;
+        count += fewbit::Check(*kernels, shape, bits, 1 + bits % 3, &each);
       }
     }
-    std::printf("%-22s %ld convolutions, %s\n", kernels->name, count, each ? "all right" : "WRONG");
+    std::printf("%-22s %ld convolutions, %s\n", kernels->name, static_cast<long>(count),
+                each ? "all right" : "WRONG");
     good = good && each;
   }
   return good ? EXIT_SUCCESS : EXIT_FAILURE;
