@@ -67,6 +67,8 @@ def _why(plan: Plan, rule: QuantizationRule) -> str:
         return text + f" The nearest module paths are {', '.join(map(repr, near))}."
     matched = [site for site in sites if rule.matches(site.path, site.op)]
     first = _earlier(plan, rule, matched)
+    if first is not None and plan.rules[first] == rule:
+        return text + f" It repeats rule {first}."
     if first is not None:
         return text + (
             f" An earlier rule matches first wherever it would: rule {first}, "
@@ -82,7 +84,8 @@ def _why(plan: Plan, rule: QuantizationRule) -> str:
 
 def _earlier(plan: Plan, rule: QuantizationRule, matched: Sequence[Any]) -> int | None:
     """The number of a rule before this one that takes all of its Sites, if one does."""
-    before = list(plan.rules[: plan.rules.index(rule)])
+    last = len(plan.rules) - 1 - plan.rules[::-1].index(rule)  # of equal rules the first matches
+    before = list(plan.rules[:last])
     taken = [next((r for r in before if r.matches(s.path, s.op)), None) for s in matched]
     return before.index(taken[0]) if matched and taken[0] and all(taken) else None
 

@@ -187,4 +187,8 @@ def nf4_to_fp(codes: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     >>> nf4_to_fp(jnp.array([0, 7, 15], jnp.uint4), jnp.bfloat16)
     Array([-1, 0, 1], dtype=bfloat16)
     """
-    return get_nf4_buckets().astype(dtype)[codes.astype(jnp.int32)]
+    table, places = get_nf4_buckets().astype(dtype), codes.astype(jnp.int32)
+    placed = jax.typeof(codes).sharding
+    if all(axis is None for axis in placed.spec):
+        return table[places]
+    return table.at[places].get(out_sharding=placed)  # an explicit mesh asks where results go

@@ -20,6 +20,7 @@ from fewbit.boxes import is_box, rebox, unboxed
 from fewbit.calls import key_name
 from fewbit.layouts import for_kernels
 from fewbit.learned_scales import is_learned, split_learned, trained_scale
+from fewbit.numerics import should_quantize
 from fewbit.observed import Statistics
 from fewbit.param_templates import WHOLE, Template
 from fewbit.qarray import (
@@ -49,6 +50,10 @@ _MSG_TURNED = " It looks transposed: pass params with {path} as `array.transpose
 _MSG_QUANTIZED = (
     "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize "
     "it first to store it in another format: fewbit.dequantize(...)."
+)
+_MSG_NOT_FLOAT = (
+    "{path} is {dtype}. Only bfloat16, float16, float32 and float64 parameters are quantized; cast "
+    "it first if it holds real numbers, or keep it as it is with an earlier rule."
 )
 
 
@@ -218,6 +223,8 @@ def _quantized(
         if boxed is WHOLE or prod(found) != prod(shape) or _is_turned(found, shape):
             raise ValueError(_shape_message(path, found, shape))
         array = _reshaped(array, shape)
+    if not should_quantize(array.dtype):
+        raise ValueError(_MSG_NOT_FLOAT.format(path=path, dtype=array.dtype))
     check_finite(array, path)
     packs = boxed is WHOLE and box is None  # a template is another program's, and plain
     if isinstance(array, jax.ShapeDtypeStruct):

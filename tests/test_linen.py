@@ -4,6 +4,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -227,6 +228,46 @@ def test_bind_and_nn_apply(mlp, coder):
     before = quantized["batch_stats"]["norm"]["mean"]
     bound(X16, train=True)
     assert not jnp.array_equal(bound.variables["batch_stats"]["norm"]["mean"], before)
+
+
+class TwoParts(nn.Module):
+    width: int = 8
+    act: Callable = lambda x: nn.relu(x)
+
+    def setup(self):
+        self.inner, self.norm = self.make("inner"), nn.BatchNorm(use_running_average=False)
+
+    def make(self, name):  # public, but a part of setting up
+        return nn.Dense(self.width, name=name)
+
+    def encode(self, x, factor=1.0):
+        return self.act(self.norm(self.inner(x))) * factor
+
+    def __call__(self, x):
+        return self.encode(x)
+
+
+def test_other_methods_of_a_bound_model():
+    variables = TwoParts().init(jax.random.key(0), X)
+    ptq = fewbit.quantize_model(TwoParts(), PtqProvider(W8A8))
+    params = fewbit.quantize_params(variables["params"], fewbit.plan(TwoParts(), W8A8, X))
+    stored = {**variables, "params": params}
+    wanted, changed = ptq.apply(stored, X, 2.0, method="encode", mutable=["batch_stats"])
+    bound = ptq.bind(stored, mutable=["batch_stats"])
+    assert jnp.array_equal(bound.encode(X, factor=2.0), wanted)
+    norms = bound.variables["batch_stats"], changed["batch_stats"]
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, *norms))
+    bound = ptq.bind(stored, mutable=["batch_stats"])
+    assert jnp.array_equal(2.0 * bound(X), wanted)
+
+    class Outer(nn.Module):
+        part: nn.Module
+
+        def __call__(self, x):
+            return self.part.encode(x, 2.0)
+
+    outer = {name: {"part": part} for name, part in stored.items()}
+    assert jnp.array_equal(Outer(ptq).apply(outer, X, mutable=["batch_stats"])[0], wanted)
 
 
 def test_jit_vmap_and_frozen_params(mlp, coder):

@@ -84,6 +84,11 @@ def test_a_rule_behind_a_general_one():
         plan(*W8, QuantizationRule(module_path="up", weight_qtype="int4"))
 
 
+def test_a_rule_given_twice():
+    with says(PlanError, "matches no Site", "It repeats rule 0. Correct or drop it."):
+        plan(*W8, *W8)
+
+
 def test_a_model_without_sites():
     with says(PlanError, "matches no Site", "no product and no table look-up at all"):
         fewbit.plan(lambda p, x: x + p, W8, X, X)
@@ -216,6 +221,11 @@ def test_channels_of_zeros_are_defined(qtype, method):
     qf, qp, _ = quantized(mlp, rules, params, X)
     assert jnp.array_equal(fewbit.dequantize(qp["up"])[:, 2], jnp.zeros(4))
     assert jnp.isfinite(qp["up"].array.scale).all() and jnp.isfinite(qf(qp, X)).all()
+
+
+def test_a_parameter_that_holds_no_floats():
+    with says(ValueError, "up is int32.", "cast it first", "an earlier rule"):
+        fewbit.quantize_params({**PARAMS, "up": PARAMS["up"].astype(jnp.int32)}, PLAN)
 
 
 def template():

@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 from tolerances import CODE_OF_NEXT_LAYER
 
 import fewbit
-from fewbit import kernels
+from fewbit import QuantizationRule, kernels
 
 PARAMS = {"up": normal(0, 64, 128), "down": normal(1, 128, 64)}
 SPECS = {"up": P(None, "m"), "down": P("m", None)}
 X = normal(2, 16, 64)
+TILES = {"nf4": {}, "int3": {}, "mxfp4": {0: 32}}
 INT8_DOT = "native int8" if kernels.native_available() else "xla int8 dot"
 
 
@@ -54,6 +55,23 @@ def test_tensor_parallel_equals_one_device(kind, rules):
         assert not re.findall(r"f32\[(64,128|128,64)\]\S* all-gather", hlo)
         gradient = jax.jit(jax.grad(lambda x: qf(qp, x).sum()))(x)
         assert relative_error(gradient, jax.grad(lambda x: model(PARAMS, x).sum())(X)) < 0.1
+
+
+@pytest.mark.parametrize("qtype", ["nf4", "int3", "mxfp4"])
+def test_codes_of_other_formats_on_an_explicit_mesh(qtype):
+    """nf4 looks its numbers up, and such a mesh asks where results go."""
+    rules = [QuantizationRule(weight_qtype=qtype)]
+    expected = fewbit.quantize(PARAMS["up"], qtype, channelwise_axes=(1,), tiled_axes=TILES[qtype])
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        up = jax.device_put(PARAMS["up"], NamedSharding(mesh, SPECS["up"]))
+        x = jax.device_put(X, NamedSharding(mesh, P("d", None)))
+        qf, qp, _ = quantized(lambda params, x: x @ params["up"], rules, {"up": up}, x)
+        out = jax.jit(qf)(qp, x)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("d", "m")), 2)
+        decoded = np.asarray(fewbit.dequantize(qp["up"]))
+    np.testing.assert_array_equal(decoded, np.asarray(fewbit.dequantize(expected)))
+    np.testing.assert_allclose(np.asarray(out), np.asarray(X) @ decoded, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

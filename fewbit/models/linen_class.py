@@ -2,15 +2,19 @@
 
 `apply` and `init` run the float twin's program with quantized products. The methods it was
 quantized for do so too when it is bound: by `bind`, by `nn.apply`, or as a submodule of somebody's
-float model.
+float model; so do its author's other public methods when its parameters are stored quantized.
 """
 
+import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax.core import DenyList
 from flax.core.scope import in_filter, subtract_filters
 
@@ -26,6 +30,7 @@ from fewbit.models.linen import (
     fields,
     float_twin,
     initializing,
+    is_aux,
     make_run,
     with_scales,
     without_scales,
@@ -36,6 +41,7 @@ from fewbit.static_scales import empty_scales, insert
 from fewbit.training.histories import COLLECTION
 
 flax_serialization.register()  # models that are unpickled come by no other way
+_setting_up: ContextVar[bool] = ContextVar("fewbit_setting_up", default=False)
 _NOT_INTERMEDIATES = DenyList("intermediates")  # what Linen's own `init` returns
 
 
@@ -56,6 +62,9 @@ def quantized_class(original: Any, provider: Any, methods: tuple[str, ...]) -> A
     }
     for name in methods:
         namespace[name] = _when_bound(getattr(original, name), name)
+    for name in _author_s_methods(original).difference(methods):
+        namespace[name] = _when_bound(getattr(original, name), name, _is_stored)
+    namespace["setup"] = _setup_of(original.setup)
     return type(original)(original.__name__, (original,), namespace)
 
 
@@ -172,12 +181,42 @@ def _streams(rngs: Any) -> Mapping[str, Any]:
     return rngs if isinstance(rngs, Mapping) else {"params": rngs}
 
 
-def _when_bound(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _author_s_methods(original: Any) -> set[str]:
+    """Public methods that are not Linen's, not fields, and not kept from Linen by `nn.nowrap`."""
+    fields_of = {field.name for field in dataclasses.fields(original)}
+    names = {name for name in dir(original) if not name.startswith("_")} - fields_of
+    found = {name: inspect.getattr_static(original, name) for name in names - {*dir(nn.Module)}}
+    return {n for n, f in found.items() if inspect.isfunction(f) and not hasattr(f, "nowrap")}
+
+
+def _is_stored(self: Any) -> bool:
+    """Whether the bound module has a quantized parameter, and is not just being set up."""
+    params = self.variables.get("params", {})
+    return not _setting_up.get() and any(map(is_aux, jax.tree.leaves(params, is_leaf=is_aux)))
+
+
+def _setup_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`setup`, in which the methods that it calls make submodules and are left alone."""
+
+    @functools.wraps(original)
+    def setup(self):
+        token = _setting_up.set(True)
+        try:
+            return original(self)
+        finally:
+            _setting_up.reset(token)
+
+    return setup
+
+
+def _when_bound(
+    original: Callable[..., Any], name: str, wanted: Callable[[Any], bool] = lambda self: True
+) -> Callable[..., Any]:
     """A method of the quantized class. Where an outer quantized model is traced, its rules hold."""
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
-        if self.scope is None or current.is_tracing():
+        if self.scope is None or current.is_tracing() or not wanted(self):
             return original(self, *args, **kwargs)
         return _call_bound(self, name, args, kwargs)
 
