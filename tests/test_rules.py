@@ -60,11 +60,11 @@ def test_defaults_are_the_familiar_ones():
 def test_rules_are_keyword_only_frozen_and_hashable():
     with pytest.raises(TypeError):
         QuantizationRule(".*")
-    rule = QtRule(op_names={"einsum", "dot_general"}, additional_qt_config={"a": [1, {"b": 2}]})
+    rule = QtRule(op_names={"einsum", "dot_general"}, additional_qt_config={"tile_size": {0: 2}})
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.weight_qtype = "int8"
     assert rule.op_names == ("dot_general", "einsum")
-    again = QtRule(op_names=["dot_general", "einsum"], additional_qt_config={"a": [1, {"b": 2}]})
+    again = QtRule(op_names=["dot_general", "einsum"], additional_qt_config={"tile_size": {0: 2}})
     assert rule == again and hash(rule) == hash(again)
     assert rule != QtRule() and rule != QuantizationRule()
 
@@ -305,7 +305,11 @@ def rules(draw):
         fields["bwd_weight_grad_tile_size"] = draw(st.sampled_from([None, 1, 1.0, 1 / 3]))
         fields["additional_qt_config"] = draw(
             st.sampled_from(
-                [None, {"dlhs_grad_qtype": "nf4", "x": [1, 2.5, None], "y": {"z": "1"}}]
+                [
+                    None,
+                    {"dlhs_grad_qtype": "nf4", "drhs_tile_size": 1 / 4, "dlhs_tile_size": None},
+                    {"use_original_residuals": True, "lhs_calibration_method": "rms,3"},
+                ]
             )
         )
     if cls is LoraRule:
