@@ -102,12 +102,15 @@ def is_tracing() -> bool:
 def get_current_rule(op_name: str) -> QuantizationRule | None:
     """The rule for `op_name` in the module being traced; None outside a quantized model.
 
-    Meant for people's own kernels, which bring their own op names:
+    Meant for people's own kernels, which bring their own op names. In a provider's own method, such
+    as an overridden `dot_general`, it is the rule of the Site that the method is called for.
 
     >>> get_current_rule('gmm') is None
     True
     """
-    provider = _provider.get()
+    here, provider = _site.get(), _provider.get()
+    if here is not None:
+        return here.rule
     if provider is None:
         return None
     return provider.rule_for_kernel(_path.get(), op_name)

@@ -28,6 +28,7 @@ from fewbit.decisions import (
     why_no_weight,
 )
 from fewbit.numerics import qtype_name
+from fewbit.provenance import Origin
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import planned_scales, static_sides
 from fewbit.trace import Program, TracedSite
@@ -188,7 +189,7 @@ def _row(
         granularity=text,
         runs_on=_runs_on(ts, ran.get(site.id)),
         reason=None,
-        notes=() if stored else (_what_it_is(ts),),
+        notes=_other_weight(ts, requests, act) if stored else (_what_it_is(ts),),
         dlhs=dlhs,
         drhs=drhs,
     )
@@ -204,6 +205,13 @@ def _act_mode(ts: TracedSite, rule: QuantizationRule) -> str:
 def _what_it_is(ts: TracedSite) -> str:
     why = why_no_weight(ts)
     return f"{why}: quantized on the fly, not stored" if why else "product of two activations"
+
+
+def _other_weight(ts: TracedSite, requests: dict[str, Request], act: str | None) -> tuple[str, ...]:
+    """Of a product of two parameters one is stored quantized: what becomes of the other."""
+    leaves = {s.leaf for s in ts.sources if isinstance(s, Origin)} - {*requests}
+    how = "stays float" if act is None else "is quantized on the fly, not stored"
+    return tuple(f"a product of two parameters: {leaf} {how}" for leaf in sorted(leaves))
 
 
 def _runs_on(ts: TracedSite, what: str | None) -> str:

@@ -335,6 +335,7 @@ def test_provider_subclass_is_called_with_its_rule():
     class Mine(PtqProvider):
         def dot_general(self, lhs, rhs, dimension_numbers, *args, **kwargs):
             seen.append((self._get_current_rule_and_op_id("dot_general"), type(rhs).__name__))
+            assert fewbit.get_current_rule("dot_general") == seen[-1][0][0]
             return 2 * super().dot_general(lhs, rhs, dimension_numbers, *args, **kwargs)
 
     f = SPELLINGS["matmul operator"]

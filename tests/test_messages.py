@@ -642,6 +642,19 @@ def test_a_weight_that_cannot_be_stored_is_said_where_it_is_quantized_on_the_fly
     )
 
 
+@pytest.mark.parametrize(
+    "act,said", [(None, "stays float"), ("int8", "is quantized on the fly, not stored")]
+)
+def test_a_product_of_two_parameters_says_what_becomes_of_the_other(act, said):
+    params, x = {"a": jnp.eye(4), "b": jnp.eye(4)}, jnp.ones((2, 4))
+    rules = [QuantizationRule(weight_qtype="int8", act_qtype=act)]
+    plan = fewbit.plan(lambda p, x: x @ (p["a"] @ p["b"]), rules, params, x)
+    assert plan.sites[0].notes == (f"a product of two parameters: a {said}",)
+    both = fewbit.plan(lambda p, x: x @ p["a"] + x @ (p["a"] @ p["b"]), rules, params, x)
+    assert [leaf.how is None for leaf in both.leaves] == [False, False]
+    assert not any("two parameters" in note for row in both.sites for note in row.notes)
+
+
 def test_a_callable_that_holds_its_parameters():
     import equinox as eqx
 
