@@ -77,7 +77,7 @@ def _make_plan(
         dtypes = {leaf.path: jnp.dtype(leaf.dtype) for leaf in leaves}
         adapters = planned_adapters([p for _, p in programs], decisions, dtypes, complaint)
     rows: list[SitePlan] = []
-    notes: list[str] = []
+    notes: list[str] = list(provider.idle)
     for k, (_, program) in enumerate(programs):
         ran, dequantized = observe(k, requests)
         decided = decisions[k]

@@ -219,6 +219,14 @@ def test_mistakes_are_told_when_a_rule_or_a_provider_is_made():
         QtProvider([FULL.replace(additional_qt_config={"dlhs_tile": 4})])
 
 
+def test_settings_for_gradients_that_stay_float_are_in_the_plan():
+    noisy = W8A8.replace(bwd_stochastic_rounding="uniform")
+    idle = "rule 0: bwd_stochastic_rounding='uniform' acts on nothing"
+    assert idle in str(fewbit.plan(mlp, QtProvider([noisy]), PARAMS, X))
+    for fields in ({"bwd_qtype": "int8"}, {"additional_qt_config": {"dlhs_grad_qtype": "int8"}}):
+        assert idle not in str(fewbit.plan(mlp, QtProvider([noisy.replace(**fields)]), PARAMS, X))
+
+
 def test_each_product_can_be_configured_on_its_own():
     rule = W8A8.replace(additional_qt_config={"drhs_grad_qtype": "float8_e5m2"})
     row = fewbit.plan(mlp, QtProvider([rule]), PARAMS, X).sites[0]

@@ -66,6 +66,7 @@ class QuantizationProvider:
     draws_noise = False  # whether it rounds stochastically, so that calls need a key
     learns = False  # whether scales of weights are parameters, or were while it trained
     adapts = False  # whether weights may have low-rank adapters beside them
+    idle: tuple[str, ...] = ()  # what its rules set and nothing reads, for the plan
     refuses: tuple[type[QuantizationRule], ...] = (LoraRule,)  # kinds of rules it cannot carry out
 
     def __init__(

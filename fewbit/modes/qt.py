@@ -17,7 +17,7 @@ from fewbit.decisions import activation_fields
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.ptq import describe_einsum
 from fewbit.modes.qt_config import qt_config
-from fewbit.modes.qt_described import gradient_products
+from fewbit.modes.qt_described import gradient_products, idle_settings
 from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
 from fewbit.qarray import HowToQuantize, dequantize, quantize_with
@@ -74,6 +74,10 @@ class QtProvider(QuantizationProvider):
         self.delays = any(getattr(rule, "delays", False) for rule in self.rules)
         self.draws_noise = any(
             getattr(rule, "bwd_stochastic_rounding", None) is not None for rule in self.rules
+        )
+
+        self.idle = tuple(
+            text for k, rule in enumerate(self.rules) for text in idle_settings(k, rule)
         )
 
     def _init_rule(self, rule: Any) -> QuantizationRule:

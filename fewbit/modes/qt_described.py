@@ -3,7 +3,7 @@
 from fewbit.calibration import parse_method
 from fewbit.decisions import Request, activation_fields, weight_operand
 from fewbit.numerics import format_of, qtype_name, should_quantize
-from fewbit.rules import QtRule
+from fewbit.rules import QtRule, QuantizationRule
 from fewbit.trace import TracedSite
 
 
@@ -41,3 +41,21 @@ def _codes(ts: TracedSite, rule: QtRule, stored: Request | None, side: int) -> s
         return None
     form = format_of(qtype)
     return None if form.kind == "table" or form.tile is not None else qtype_name(qtype)
+
+
+def idle_settings(number: int, rule: QuantizationRule) -> list[str]:
+    """Notes on what a rule sets for gradients that it leaves float.
+
+    >>> print(*idle_settings(0, QtRule(weight_qtype='int8', bwd_stochastic_rounding='uniform')))
+    rule 0: bwd_stochastic_rounding='uniform' acts on nothing, gradients are float (bwd_qtype=None)
+    """
+    own = getattr(rule, "additional_qt_config", None) or {}
+    quantized = [own.get(f"{side}_grad_qtype") for side in ("dlhs", "drhs")]
+    if not isinstance(rule, QtRule) or rule.bwd_qtype is not None or any(quantized):
+        return []
+    idle = ("bwd_stochastic_rounding", "bwd_weight_grad_tile_size")
+    return [
+        f"rule {number}: {name}={value!r} acts on nothing, gradients are float (bwd_qtype=None)"
+        for name in idle
+        if (value := getattr(rule, name)) is not None
+    ]
