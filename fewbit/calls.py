@@ -70,6 +70,41 @@ def split_call(
     return [v for _, v in traced], Call(treedef, static, tuple(name(key) for key, _ in traced))
 
 
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Kept:
+    """A result that is no array, where JAX wants arrays only: part of the result's structure.
+
+    >>> given_back(jax.jit(lambda x: kept({'name': 'up', 'x': x}))(1.5))
+    {'name': 'up', 'x': Array(1.5, dtype=float32, weak_type=True)}
+    """
+
+    value: Any
+
+    def tree_flatten(self) -> tuple[tuple[()], Any]:
+        return (), self.value
+
+    @classmethod
+    def tree_unflatten(cls, value: Any, _: Any) -> "Kept":
+        return cls(value)
+
+
+def kept(tree: Any) -> Any:
+    """A result of which JAX traces the arrays."""
+    return jax.tree.map(lambda v: v if is_array(v) else Kept(v), tree, is_leaf=is_stored)
+
+
+def given_back(tree: Any) -> Any:
+    """The inverse of `kept`."""
+    if not any(isinstance(leaf, Kept) for leaf in jax.tree.leaves(tree, is_leaf=_is_kept)):
+        return tree
+    return jax.tree.map(lambda v: v.value if _is_kept(v) else v, tree, is_leaf=_is_kept)
+
+
+def _is_kept(value: Any) -> bool:
+    return isinstance(value, Kept)
+
+
 def key_name(keypath: tuple[Any, ...]) -> str:
     """A pytree key path as a parameter path: `layers/0/kernel`."""
     return "/".join(_part(key) for key in keypath)

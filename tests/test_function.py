@@ -197,6 +197,19 @@ def test_python_arguments_stay_python():
     np.testing.assert_allclose(qf(qp, X, 2.0, train=True, name="down"), base, rtol=1e-6)
 
 
+def test_python_results_stay_python():
+    def f(p, x):
+        return {"y": x @ p["w"], "name": "up", "loss": 0.0, "flag": True, "nothing": None}
+
+    qf, qp, _ = quantized(f, W8A8, W, X)
+    for call in (qf, qf):
+        out = call(qp, X)
+        assert out.pop("y").shape == (X @ W["w"]).shape
+        assert out == {"name": "up", "loss": 0.0, "flag": True, "nothing": None}
+        assert type(out["loss"]) is float and out["flag"] is True
+    assert jax.grad(lambda x: qf(qp, x)["y"].sum() + qf(qp, x)["loss"])(X).shape == X.shape
+
+
 def test_two_models_and_float_code_do_not_touch_each_other():
     """One process, one jitted helper, three ways to run it; JAX's caches stay clean both ways."""
 

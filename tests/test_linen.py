@@ -4,7 +4,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import flax.linen as nn
 import jax
@@ -243,6 +243,12 @@ class TwoParts(nn.Module):
     def encode(self, x, factor=1.0):
         return self.act(self.norm(self.inner(x))) * factor
 
+    def describe(self):
+        return {"name": "two parts", "width": self.width, "flag": True}
+
+    def part(self):
+        return self.inner
+
     def __call__(self, x):
         return self.encode(x)
 
@@ -259,6 +265,10 @@ def test_other_methods_of_a_bound_model():
     assert jax.tree.all(jax.tree.map(jnp.array_equal, *norms))
     bound = ptq.bind(stored, mutable=["batch_stats"])
     assert jnp.array_equal(2.0 * bound(X), wanted)
+    plain = {"name": "two parts", "width": 8, "flag": True}
+    assert bound.describe() == ptq.apply(stored, method="describe") == plain
+    assert type(bound.describe()["width"]) is int and bound.describe()["flag"] is True
+    assert bound.part().name == "inner" and isinstance(bound.part().variables["params"], Mapping)
 
     class Outer(nn.Module):
         part: nn.Module

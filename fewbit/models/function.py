@@ -12,7 +12,7 @@ from fewbit import trained_statistics
 from fewbit._plan import Plan
 from fewbit.adapter_run import DROPOUT
 from fewbit.adapter_trees import split_adapters
-from fewbit.calls import Cache, Call, is_array, key_name, split_call
+from fewbit.calls import Cache, Call, given_back, is_array, kept, key_name, split_call
 from fewbit.engine import Runner
 from fewbit.learned_scales import split_learned
 from fewbit.models.planning import FloatRun, empty_histories_of, plan_runs
@@ -110,7 +110,7 @@ class QuantizedFunction:
         kwargs, keys = self.keys(kwargs)
         kwargs, histories = self.histories(kwargs)
         runner, dynamic = call_runner(self, params, args, kwargs, keys, None, histories)
-        return self.provider.process_model_output("__call__", runner(dynamic))
+        return self.provider.process_model_output("__call__", given_back(runner(dynamic)))
 
     def keys(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Keys that are not the function's own arguments, taken out of them.
@@ -162,12 +162,12 @@ class QuantizedFunction:
         kwargs, histories = self.histories(kwargs)
         runner, dynamic = call_runner(self, params, args, kwargs, keys, quant_stats, histories)
         out, found = runner.collecting(dynamic)
-        return out, {**quant_stats, **by_site(found)}
+        return given_back(out), {**quant_stats, **by_site(found)}
 
     def runner(self, call: Call) -> Runner:
         def pure(dynamic):
             params, args, kwargs, *_ = call.merge(dynamic)
-            return self.function(params, *args, **kwargs)
+            return kept(self.function(params, *args, **kwargs))
 
         what = f"function {getattr(self.function, '__name__', type(self.function).__name__)}"
         runner = Runner(

@@ -21,7 +21,7 @@ from fewbit._plan import Plan
 from fewbit.adapter_run import DROPOUT
 from fewbit.adapter_trees import put_adapters, split_adapters, weight_of
 from fewbit.boxes import box_parts, is_box, unbox_parts, unboxed
-from fewbit.calls import Cache, Call, key_name, split_call
+from fewbit.calls import Cache, Call, kept, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
 from fewbit.learned_scales import split_learned
@@ -205,7 +205,7 @@ def last_call(module: Any) -> tuple[tuple, dict] | None:
 def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> Any:
     variables, rngs, args, kwargs, *_ = call.merge(dynamic)
     with scopes():
-        return twin.apply(
+        out = twin.apply(
             variables,
             *args,
             rngs=rngs,
@@ -214,6 +214,7 @@ def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> 
             capture_intermediates=options.capture_intermediates,
             **kwargs,
         )
+    return kept(out)
 
 
 def _key(value: Any, seen: dict[int, int]) -> Any:

@@ -19,6 +19,7 @@ from flax.core import DenyList
 from flax.core.scope import in_filter, subtract_filters
 
 from fewbit import adapter_init, current
+from fewbit.calls import given_back
 from fewbit.layouts import unpack
 from fewbit.models import flax_serialization
 from fewbit.models.learning import with_learned
@@ -94,12 +95,13 @@ def _apply(
     options = Options.of(method, mutable, capture_intermediates)
     runner, dynamic = make_run(float_twin(self), provider, variables, rngs, args, kwargs, options)
     if provider.collects and in_filter(mutable, STATISTICS):
-        (out, updated), stats = runner.collecting(dynamic)
+        found, stats = runner.collecting(dynamic)
+        out, updated = given_back(found)
         stats = insert_all(variables.get(STATISTICS, {}), stats)
         return provider.process_model_output(
             options.method_name, (out, {**updated, STATISTICS: stats})
         )
-    out = boxes_inside(runner(dynamic))
+    out = boxes_inside(given_back(runner(dynamic)))
     if mutable is not False:  # a mutable collection 'params' comes back whole
         out = out[0], with_scales(out[1], without_scales(variables, provider)[1])
     return provider.process_model_output(options.method_name, out)
@@ -218,7 +220,10 @@ def _when_bound(
     def method(self, *args, **kwargs):
         if self.scope is None or current.is_tracing() or not wanted(self):
             return original(self, *args, **kwargs)
-        return _call_bound(self, name, args, kwargs)
+        out = _call_bound(self, name, args, kwargs)
+        if any(isinstance(leaf, nn.Module) for leaf in jax.tree.leaves(out)):
+            return original(self, *args, **kwargs)  # a submodule, bound as this one is
+        return out
 
     method._fewbit_name = name  # type: ignore[attr-defined]
     return method

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fewbit._errors import describe
+from fewbit.calls import given_back
 from fewbit.engine import Runner, Traced
 from fewbit.models import front_end, is_keras
 from fewbit.models.function import call_runner
@@ -78,4 +79,4 @@ def trained_run(
 
 
 def _whole(traced: Traced, outs: list[Any]) -> Any:
-    return jax.tree.unflatten(traced.out_tree, outs)
+    return given_back(jax.tree.unflatten(traced.out_tree, outs))
