@@ -32,7 +32,9 @@ class _NoArithmetic:
             f"{getattr(self, 'array', self)!r} cannot be used as an array in arithmetic. For a "
             "product that stays quantized call fewbit.dot_general, fewbit.einsum or another op of "
             "fewbit; for a float array call fewbit.dequantize(...) first. A float model that was "
-            "given quantized parameters is run quantized: fewbit.quantize_model(model, provider)."
+            "given quantized parameters is run quantized: fewbit.quantize_model(model, provider). "
+            "A submodule of what Linen's bind returns is such a float model: use apply(variables, "
+            "x, method=lambda model, x: model.part(x))."
         )
 
     __array__ = __neg__ = __abs__ = __pos__ = _refuse

@@ -253,6 +253,18 @@ class TwoParts(nn.Module):
         return self.encode(x)
 
 
+def test_other_methods_of_a_bound_model_that_trains():
+    variables = TwoParts().init(jax.random.key(0), X)
+    rules = [fewbit.QtRule(weight_qtype="int4", act_qtype="int8")]
+    trained = fewbit.quantize_model(TwoParts(), fewbit.QtProvider(rules))
+    wanted, _ = trained.apply(variables, X, 2.0, method="encode", mutable=["batch_stats"])
+    bound = trained.bind(variables, mutable=["batch_stats"])
+    assert jnp.array_equal(bound.encode(X, 2.0), wanted)
+    plain = TwoParts().bind(variables, mutable=["batch_stats"]).encode(X, 2.0)
+    assert not jnp.array_equal(wanted, plain)
+    assert bound.describe()["width"] == 8 and isinstance(bound.part(), nn.Dense)
+
+
 def test_other_methods_of_a_bound_model():
     variables = TwoParts().init(jax.random.key(0), X)
     ptq = fewbit.quantize_model(TwoParts(), PtqProvider(W8A8))

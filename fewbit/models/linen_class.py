@@ -64,7 +64,7 @@ def quantized_class(original: Any, provider: Any, methods: tuple[str, ...]) -> A
     for name in methods:
         namespace[name] = _when_bound(getattr(original, name), name)
     for name in _author_s_methods(original).difference(methods):
-        namespace[name] = _when_bound(getattr(original, name), name, _is_stored)
+        namespace[name] = _when_bound(getattr(original, name), name, _is_quantized)
     namespace["setup"] = _setup_of(original.setup)
     return type(original)(original.__name__, (original,), namespace)
 
@@ -191,10 +191,12 @@ def _author_s_methods(original: Any) -> set[str]:
     return {n for n, f in found.items() if inspect.isfunction(f) and not hasattr(f, "nowrap")}
 
 
-def _is_stored(self: Any) -> bool:
-    """Whether the bound module has a quantized parameter, and is not just being set up."""
-    params = self.variables.get("params", {})
-    return not _setting_up.get() and any(map(is_aux, jax.tree.leaves(params, is_leaf=is_aux)))
+def _is_quantized(self: Any) -> bool:
+    """Whether the bound module has parameters to run quantized, and is not just being set up."""
+    if _setting_up.get() or self.is_initializing():
+        return False
+    params = jax.tree.leaves(self.variables.get("params", {}), is_leaf=is_aux)
+    return bool(params) if self._fewbit_provider.trains else any(map(is_aux, params))
 
 
 def _setup_of(original: Callable[..., Any]) -> Callable[..., Any]:
