@@ -40,7 +40,7 @@ class ObserverTap:
     def observe(self, site: TracedSite, operands: Sequence[Any], result: Any) -> Any:
         read: dict[str, Any] = {}
         for operand in self.operands[site.site.id]:
-            array = plain(operands[operand.side == "rhs"])
+            array = jax.lax.stop_gradient(plain(operands[operand.side == "rhs"]))
             states = {
                 o.name: o.observe(operand, o.init(operand), array)
                 for o in self.observers_of(operand)

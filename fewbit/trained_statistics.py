@@ -7,6 +7,7 @@ batch added. The scale of a step is made from both, and so is the one that serve
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fewbit._plan import ScalePlan
@@ -96,7 +97,10 @@ def scales_of_step(
         if operand.how is None or rule is None or not observer.wants(operand):
             continue
         side = int(operand.side == "rhs")
-        seen = observer.observe(operand, observer.init(operand), plain(operands[side]))
+        # A range has no gradient. That of a maximum divides by how often the maximum is met, which
+        # is never where XLA computes the array anew and rounds it otherwise: NaN.
+        array = jax.lax.stop_gradient(plain(operands[side]))
+        seen = observer.observe(operand, observer.init(operand), array)
         stat = _known(static, ts, operand, seen)
         with_batch = {COUNT: jnp.int32(1), **seen}
         if stat is not None:
