@@ -7,6 +7,7 @@ batch added. The scale of a step is made from both, and so is the one that serve
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from fewbit._plan import ScalePlan
@@ -96,7 +97,9 @@ def scales_of_step(
         if operand.how is None or rule is None or not observer.wants(operand):
             continue
         side = int(operand.side == "rhs")
-        seen = observer.observe(operand, observer.init(operand), plain(operands[side]))
+        # Ranges are no function to differentiate: a zero cotangent may still meet 0/0 in them.
+        array = jax.lax.stop_gradient(plain(operands[side]))
+        seen = observer.observe(operand, observer.init(operand), array)
         stat = _known(static, ts, operand, seen)
         with_batch = {COUNT: jnp.int32(1), **seen}
         if stat is not None:
