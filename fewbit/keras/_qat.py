@@ -27,8 +27,8 @@ _MSG_REMAT = (
 )
 _MSG_LEARNED = (
     "'{path}': weight_calibration_method={method!r} makes a scale that is trained beside its "
-    "weight, and Keras layers hold none. Write 'mse' (or leave it out) in a rule for Keras; learned scales "
-    "are for Linen, NNX and functions. Its rule is {rule!r}."
+    "weight, and Keras layers hold none. Write 'mse' (or leave it out) in a rule for Keras; "
+    "learned scales are for Linen, NNX and functions. Its rule is {rule!r}."
 )
 SEED = "fewbit_rounding"
 
