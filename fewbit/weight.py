@@ -11,6 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
 from fewbit.qarray import QArray, dequantize
+from fewbit.straight import with_derivative
 
 _MSG_GRADIENT = (
     "Parameter '{leaf}' is quantized ({qtype}) and has no gradient: its codes are fixed. Take the "
@@ -57,7 +58,7 @@ class Weight:
 @jax.custom_jvp
 def straight_through(value: jax.Array, source: jax.Array) -> jax.Array:
     """`value`, with the derivative of `source`, which it was made of by rounding."""
-    return value
+    return with_derivative(value, straight_through, value, source)
 
 
 @straight_through.defjvp

@@ -160,3 +160,24 @@ def test_the_plan_and_what_is_refused():
     assert type(model.get_layer("up")).__name__ == "Dense"
     twin = fewbit.quantize_model(model, QtProvider([FULL]), inplace=False)
     assert type(model.get_layer("up")).__name__ == "Dense" and twin is not model
+
+
+@pytest.mark.parametrize("tile", [1 / 4, 8])
+def test_tiles_of_a_batch_whose_size_is_not_known_yet(tile):
+    """Layers are planned before they see a batch, from which the tiles are cut."""
+    rule = FULL.replace(op_names=("dot_general",), bwd_weight_grad_tile_size=tile)
+    model = fewbit.quantize_model(convnet(), QtProvider([rule]))
+    rows = {row.site.path.rpartition("/")[2]: row for row in fewbit.plan(model).sites}
+    assert rows["up"].drhs == f"int8 x int8 tile {tile}"
+    losses = fit(compiled(model), 3)
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match=f"{tile}"):
+        model.fit(IMAGES[:18], LABELS[:18], batch_size=9, verbose=0)
+
+
+def test_learned_scales_are_refused_by_name():
+    model = convnet()
+    learned = FULL.replace(weight_calibration_method="learned")
+    with pytest.raises(ValueError, match=r"net/conv.*trained beside its weight, and Keras layers"):
+        fewbit.quantize_model(model, QtProvider([learned]))
+    assert type(model.get_layer("up")).__name__ == "Dense"

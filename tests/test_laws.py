@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # An entry is a module or package directly under fewbit/ (`*` allowed); a new one has to find its
 # place here.
 LAYERS = [
-    ["_version", "_text", "_errors", "_progress", "_atomic"],
+    ["_version", "_text", "_errors", "_progress", "_atomic", "straight"],
     ["numerics", "_formats"],
     ["packing", "packing_*", "tiling"],
     ["calibration", "_methods", "_how", "_scales", "_statistics", "_histograms"],

@@ -243,6 +243,68 @@ def test_models_with_quantized_gradients(front):
         refused(FORWARD[way](loss), params, "dot_general_qt")
 
 
+def stack(rule, emulate=False):
+    """The same two layers as a scan and one by one: losses of stacked parameters."""
+    provider = QtProvider([rule], emulate=emulate)
+    scanned = fewbit.quantize_model(
+        lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0], provider
+    )
+    apart = fewbit.quantize_model(
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]["w"]) @ p["b"]["w"]), provider
+    )
+    params = {"w": normal(3, 2, 8, 8)}
+    if rule.weight_calibration_method == "learned":
+        params = fewbit.add_learned_scales(scanned, params, X)
+
+    def one_by_one(params):
+        layers = {k: {n: v[i] for n, v in params.items()} for i, k in enumerate("ab")}
+        return jnp.mean(jnp.square(apart(layers, X)))
+
+    return params, lambda params: jnp.mean(jnp.square(scanned(params, X))), one_by_one
+
+
+W8A8 = QtRule(weight_qtype="int8", act_qtype="int8")
+STACKS = {
+    "int8": (W8A8, False),
+    "emulated": (W8A8, True),
+    "clipped": (W8A8.replace(weight_calibration_method="rms,1.5"), False),
+    "learned": (W8A8.replace(weight_qtype="int4", weight_calibration_method="learned"), False),
+}
+
+
+@pytest.mark.parametrize("kind", STACKS)
+def test_a_scan_has_the_second_derivatives_of_its_layers(kind):
+    """JAX makes a scan's backward pass from the bodies of functions with a custom derivative."""
+    params, scanned, one_by_one = stack(*STACKS[kind])
+
+    def of(loss):
+        direction = jax.tree.map(jnp.cos, params)
+
+        def slope(params):
+            return sum(
+                jnp.vdot(g, d)
+                for g, d in zip(
+                    *map(jax.tree.leaves, (jax.grad(loss)(params), direction)), strict=True
+                )
+            )
+
+        return jax.jvp(jax.grad(loss), (params,), (direction,))[1], jax.grad(slope)(params)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max()),
+        of(scanned),
+        of(one_by_one),
+    )
+
+
+def test_a_scan_with_quantized_gradients_refuses_them_too():
+    params, loss, _ = stack(W8A8.replace(bwd_qtype="int8"))
+    assert jax.grad(loss)(params)["w"].any()
+    for way in ("jvp", "jvp of grad", "hessian", "linearize of grad"):
+        apart = lambda w, way=way: FORWARD[way](lambda w: loss({"w": w}))(w)  # noqa: E731
+        refused(apart, params["w"], "dot_general_qt")
+
+
 @pytest.mark.parametrize("front", MODELS)
 def test_models_with_float_gradients(front):
     params, loss = MODELS[front](QtRule(weight_qtype="int8", act_qtype="int8"))

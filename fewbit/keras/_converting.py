@@ -140,7 +140,7 @@ def _read(path: str, layer: Any) -> _Layer:
     plans: dict[str, HistoryPlan] = {}
     if kept.histories:
         own, beside = float_variables(layer), kept.variables.values()
-        for args, kwargs in example_calls(layer):
+        for args, kwargs in example_calls(layer, state.rule):
             run = state.program.prepare(own, {}, {}, args, kwargs, abstract=True, beside=beside)
             for name, plan in histories_of(run[:2]).items():
                 leaf = None if plan.leaf is None else now(plan.leaf)

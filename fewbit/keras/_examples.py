@@ -39,8 +39,25 @@ def is_rotary(layer: keras.Layer) -> bool:
     return any(cls.__name__ == "RotaryEmbedding" for cls in type(layer).__mro__)
 
 
-def example_calls(layer: keras.Layer) -> Calls:
-    """Abstract arguments for every way in which the layer uses its weights."""
+def example_calls(layer: keras.Layer, rule: Any = None) -> Calls:
+    """Abstract arguments for every way in which the layer uses its weights, by the layer's rule."""
+    calls = _calls(layer)
+    tile = getattr(rule, "bwd_weight_grad_tile_size", None)
+    if tile is None:
+        return calls
+    # Tiles of a weight's gradient are cut from the batch, whose size is known in training only.
+    batch = round(1 / tile) if isinstance(tile, float) else tile
+
+    def in_whole_tiles(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct) or x.shape[:1] != (_BATCH,):
+            return x
+        return jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype)
+
+    made: Calls = jax.tree.map(in_whole_tiles, calls)
+    return made
+
+
+def _calls(layer: keras.Layer) -> Calls:
     for cls in type(layer).__mro__:
         if cls in _CALLS:
             return _CALLS[cls](layer)

@@ -93,10 +93,10 @@ def _builds_weights(layer: keras.Layer) -> bool:
 
 def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str:
     """The plan of one layer, or why it is left alone."""
-    calls = example_calls(layer)
+    assert choice.rule is not None
+    calls = example_calls(layer, choice.rule)
     if not calls:
         return "it was built without a recorded input shape; see fewbit.keras.register_calls"
-    assert choice.rule is not None
     try:
         return _planned(layer, path, choice, layer_rule(path, choice.rule), calls)
     except PlanError as error:

@@ -25,6 +25,11 @@ _MSG_REMAT = (
     "act_static_scale and make static scales when the model is converted: fewbit.to_ptq(model, "
     "calib_function, rules=[... act_static_scale=True ...]). Its rule is {rule!r}."
 )
+_MSG_LEARNED = (
+    "'{path}': weight_calibration_method={method!r} makes a scale that is trained beside its "
+    "weight, and Keras layers hold none. Write 'mse' (or leave it out) in a rule for Keras; "
+    "learned scales are for Linen, NNX and functions. Its rule is {rule!r}."
+)
 SEED = "fewbit_rounding"
 
 
@@ -47,6 +52,9 @@ def check_remembers(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
     }
     for each in planned:
         rule, static = each.choice.rule, each.rule.act_static_scale
+        method = each.rule.weight_calibration_method
+        if method.startswith("learned"):
+            raise ValueError(_MSG_LEARNED.format(path=each.path, method=method, rule=rule))
         if each.layer in looped and (static or getattr(rule, "delays", False)):
             field = "act_static_scale=True" if static else "'delayed'"
             raise ValueError(_MSG_LOOP.format(path=each.path, field=field, rule=rule))

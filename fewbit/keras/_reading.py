@@ -90,7 +90,7 @@ def _planned(path: str, layer: Any) -> LayerPlan:
     }
     own = {**float_variables(layer), **state.hollow}
     runs = []
-    for number, (args, kwargs) in enumerate(example_calls(layer)):
+    for number, (args, kwargs) in enumerate(example_calls(layer, state.rule)):
         method = "__call__" if number == 0 else f"call{number + 1}"
         runner, dynamic, _ = state.program.prepare(
             own,

@@ -20,6 +20,7 @@ from fewbit.kernels import quantize_natively
 from fewbit.numerics import format_of, should_quantize, wider
 from fewbit.ops.scaling import held, operand
 from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
+from fewbit.straight import with_derivative
 from fewbit.training.configs import DotGeneralQtConfig, GradientSettings
 from fewbit.training.delayed import delayed_absmax, quantize_with_absmax, range_cotangent
 from fewbit.training.paired import Paired, pair
@@ -123,7 +124,8 @@ def _seen(array: Any, quantized: Any) -> Any:
 def _straight_through(product: Product, arrays: Any, quantized: Any, rest: Any) -> jax.Array:
     @jax.custom_jvp
     def straight(arrays: Any, quantized: Any, rest: Any) -> jax.Array:
-        return product.forward(*map(_seen, arrays, quantized), *rest)
+        value = product.forward(*map(_seen, arrays, quantized), *rest)
+        return with_derivative(value, product.forward, *arrays, *rest)
 
     def derivative(primals: Any, tangents: Any) -> Any:
         arrays, _, rest = primals

@@ -12,6 +12,7 @@ from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
 from fewbit.ops.scaling import as_float, make_spec, operand, spec_of
 from fewbit.qarray import HowToQuantize
+from fewbit.straight import with_derivative
 from fewbit.training._run import run
 from fewbit.training.configs import DotGeneralQtConfig
 from fewbit.training.dot_products import DotProduct
@@ -117,7 +118,7 @@ def rounded(x: Paired) -> jax.Array:
 
 @jax.custom_jvp
 def _rounded(array: jax.Array, q: Any) -> jax.Array:
-    return as_float(q, array.dtype)
+    return with_derivative(as_float(q, array.dtype), _rounded, array, q)
 
 
 @_rounded.defjvp

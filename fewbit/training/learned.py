@@ -28,6 +28,7 @@ from fewbit.qarray import (
     get_tile_shape,
     quantize_with_scale_zero_point,
 )
+from fewbit.straight import with_derivative
 from fewbit.tiling import map_tiles, reduce_tiles, uneven_tiles
 from fewbit.training.paired import CHECKPOINT_NAME, Paired
 
@@ -136,7 +137,8 @@ def learned_pair(
 def _rounded(clip: bool, array: jax.Array, parameter: jax.Array, q: QArray) -> jax.Array:
     wide = wider(array.dtype, jnp.float32)
     floats = values(q.qvalue, q.qtype, q.scale, None, None, q.tile_shape, wide)
-    return _placed_like(floats, array).astype(array.dtype)
+    value = _placed_like(floats, array).astype(array.dtype)
+    return with_derivative(value, functools.partial(_rounded, clip), array, parameter, q)
 
 
 def _placed_like(result: jax.Array, array: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from fewbit.qarray import (
     quantize_with,
     quantize_with_scale_zero_point,
 )
+from fewbit.straight import with_derivative
 from fewbit.tiling import map_tiles, uneven_tiles
 
 CHECKPOINT_NAME = "fewbit_quantized"
@@ -105,7 +106,7 @@ def clip_gradient(array: jax.Array, qarray: QArray) -> jax.Array:
 
 @jax.custom_jvp
 def _clip_gradient(array: jax.Array, q: QArray) -> jax.Array:
-    return array
+    return with_derivative(array, _clip_gradient, array, q)
 
 
 @_clip_gradient.defjvp

@@ -15,6 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from fewbit.straight import with_derivative
+
 reverse_only_p = Primitive("fewbit_reverse_only")
 """From a mark per primal, then the tangents, to the tangents; running it raises `message`."""
 reverse_only_p.multiple_results = True
@@ -41,7 +43,8 @@ def reverse_only(values: Any, message: str) -> Any:
 
     @jax.custom_jvp
     def guarded(*values: Any) -> Any:
-        return values
+        # Where only this body is left, in a scan that was differentiated, it refuses the second.
+        return tuple(with_derivative(x, lambda x: _refuse(message=message), x) for x in values)
 
     def tangents_of(primals: Any, tangents: Any) -> Any:
         known = [k for k, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
