@@ -283,10 +283,6 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
     return tuple(name(key) for key, value in flat if is_array(value))
 
 
-def _modules(nodes: list[Any]) -> list[Any]:
-    return [m for node in nodes if isinstance(node, nnx.Pytree) for _, m in nnx.iter_modules(node)]
-
-
 def _run_twin(
     graphdef: Any,
     base: str,
@@ -301,7 +297,8 @@ def _run_twin(
     # The author's code, which may scan or vmap a module, must not meet scales of another shape.
     set_aside = [(get_at(nodes, path[:-1]), path[-1]) for path in scales]
     # Nor keys, which `set_attributes` gives to every module, those of a stack of layers too.
-    set_aside += [(module, RNGS) for module in _modules(nodes) if RNGS in vars(module)]
+    modules = [part for _, part in nnx.iter_graph(nodes) if isinstance(part, nnx.Module)]
+    set_aside += [(module, RNGS) for module in modules if RNGS in vars(module)]
     variables = [vars(module)[name] for module, name in set_aside]
     for module, name in set_aside:
         delattr(module, name)
