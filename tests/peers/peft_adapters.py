@@ -4,8 +4,12 @@ Runs in the environment of the peers:
 cd tests && python -m peers.peft_adapters <where to write the .npz> <folder of both sides' adapters>
 """
 
+# ruff: noqa: E402
 import pathlib
 import sys
+
+# PEFT takes any package of this name for the one with a part for torch; it is here for Keras alone.
+sys.modules["neural_compressor"] = None  # type: ignore[assignment]
 
 import numpy as np
 import torch
