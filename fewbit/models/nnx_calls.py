@@ -284,7 +284,7 @@ def _names(bases: tuple[str, ...], variables: dict[Path, Any], tree: Any) -> tup
 
 
 def _modules(nodes: list[Any]) -> list[Any]:
-    return [m for node in nodes if isinstance(node, nnx.Pytree) for _, m in nnx.iter_modules(node)]
+    return [m for node in nodes if isinstance(node, nnx.Module) for _, m in nnx.iter_modules(node)]
 
 
 def _run_twin(
