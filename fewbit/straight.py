@@ -56,7 +56,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: Any) -> A
 
     at = tuple(arguments[k] for k in moving)
     _, tangent = jax.jvp(of_moving, at, tuple(tangents[1 + k] for k in moving))
-    return out, tangent
+    return out, tangent.astype(out.dtype)
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], *, function: Any) -> Any:

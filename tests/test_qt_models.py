@@ -164,6 +164,22 @@ def test_bfloat16_and_preferred_element_type(bwd):
     assert gap(g, jax.grad(total(f))(params)) < 0.06
 
 
+@pytest.mark.parametrize("bwd", [None, "int8"])
+def test_bfloat16_beside_float16(bwd):
+    """JAX multiplies them to one of the two, codes of them to float32."""
+    f = lambda p, x: jax.lax.dot_general(x, p["w"], (((1,), (0,)), ((), ())))  # noqa: E731
+    params, x = {"w": PARAMS["up"].astype(jnp.bfloat16)}, X.astype(jnp.float16)
+
+    def slopes(f):
+        loss = lambda p, x: jnp.mean(jnp.square(f(p, x).astype(jnp.float32)))  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(params, x)
+
+    q, expected = slopes(trained(W8A8.replace(bwd_qtype=bwd), f)), slopes(f)
+    types = lambda t: [leaf.dtype for leaf in jax.tree.leaves(t)]  # noqa: E731
+    assert types(q) == types(expected)
+    assert gap(q, expected) < 0.05
+
+
 def test_per_example_gradients():
     one = lambda f: lambda p, x: jnp.sum(jnp.square(f(p, x[None])))  # noqa: E731
     for rule in (W8A8, FULL):

@@ -297,6 +297,25 @@ def test_a_scan_has_the_second_derivatives_of_its_layers(kind):
     )
 
 
+def test_a_stored_scan_has_them_at_its_inputs():
+    rules = [fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    w = normal(3, 2, 8, 8)
+
+    def hessian_times_vector(f, params):
+        stored = fewbit.quantize_params(params, fewbit.plan(f, rules, params, X))
+        model = fewbit.quantize_model(f, fewbit.PtqProvider(rules))
+        slope = jax.grad(lambda x: jnp.mean(jnp.square(model(stored, x))))
+        return jax.jvp(slope, (X,), (jnp.cos(X),))[1]
+
+    scanned = hessian_times_vector(
+        lambda p, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["w"])[0], {"w": w}
+    )
+    apart = hessian_times_vector(
+        lambda p, x: jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]), {"a": w[0], "b": w[1]}
+    )
+    np.testing.assert_allclose(scanned, apart, rtol=1e-3, atol=1e-4 * np.abs(apart).max())
+
+
 def test_a_scan_with_quantized_gradients_refuses_them_too():
     params, loss, _ = stack(W8A8.replace(bwd_qtype="int8"))
     assert jax.grad(loss)(params)["w"].any()

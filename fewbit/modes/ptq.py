@@ -21,6 +21,7 @@ from fewbit.ops import granularity
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
 from fewbit.rules import QuantizationRule
 from fewbit.static_run import quantize_static
+from fewbit.straight import with_derivative
 
 Hows = Sequence[HowToQuantize | None]
 
@@ -293,7 +294,9 @@ def quantized_product(
     if all(how is None for how in hows):
         return value(operands, static, rest)
 
-    straight = jax.custom_jvp(value)
+    @jax.custom_jvp
+    def straight(operands, static, rest):
+        return with_derivative(value(operands, static, rest), straight, operands, static, rest)
 
     def derivative(primals, tangents):
         operands, _, rest = primals

@@ -142,7 +142,7 @@ def _straight_through(product: Product, arrays: Any, quantized: Any, rest: Any) 
             return value, jnp.zeros_like(value)
         at = tuple(arrays[k] for k in moving)
         _, tangent = jax.jvp(float_product, at, tuple(tangents[0][k] for k in moving))
-        return value, tangent
+        return value, tangent.astype(value.dtype)  # of bfloat16 and float16 codes make float32
 
     straight.defjvp(derivative, symbolic_zeros=True)
     return straight(arrays, quantized, rest)
