@@ -457,24 +457,6 @@ def test_a_function_collects_ranges():
         trained(W8A8).collecting(PARAMS, {}, X)
 
 
-def test_ranges_have_no_derivative_of_their_own():
-    """Without optimization XLA makes 0/0 of the derivative of a range, which must not be taken."""
-    q = trained(W8A8.replace(act_static_scale=True))
-
-    def loss(params, stats, x):
-        out, stats = q.collecting(params, stats, x)
-        return jnp.mean(jnp.square(out)), stats
-
-    step = jax.jit(
-        jax.value_and_grad(loss, argnums=(0, 2), has_aux=True),
-        compiler_options={"xla_backend_optimization_level": 0},
-    )
-    stats = {}
-    for scale in (1.0, 0.5):
-        (_, stats), gradients = step(PARAMS, stats, X * scale)
-        assert all(np.isfinite(np.asarray(g)).all() for g in jax.tree.leaves(gradients))
-
-
 # --- NNX ------------------------------------------------------------------------------------------
 
 
