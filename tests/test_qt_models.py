@@ -235,6 +235,12 @@ def test_mistakes_are_told_when_a_rule_or_a_provider_is_made():
         QtProvider([FULL.replace(additional_qt_config={"dlhs_tile": 4})])
 
 
+def test_noise_along_axes_that_no_gradient_has_is_an_error_of_the_plan():
+    rule = FULL.replace(bwd_stochastic_rounding="uniform", channelwise_noise_axes=(9,))
+    with pytest.raises(ValueError, match="are no axes of a gradient of shape"):
+        fewbit.plan(mlp, QtProvider([rule]), PARAMS, X)
+
+
 def test_settings_for_gradients_that_stay_float_are_in_the_plan():
     noisy = W8A8.replace(bwd_stochastic_rounding="uniform")
     idle = "rule 0: bwd_stochastic_rounding='uniform' acts on nothing"
@@ -455,6 +461,8 @@ def test_a_function_collects_ranges():
     np.testing.assert_array_equal(served.model(served.params, X), out)
     with pytest.raises(ValueError, match="collects no activation ranges"):
         trained(W8A8).collecting(PARAMS, {}, X)
+    with pytest.raises(TypeError, match="mapping that the step before gave, {} at the first; got"):
+        q.collecting(PARAMS, None, X)
 
 
 # --- NNX ------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ _MSG_ENTRY = (
     "{{'<site id>': {{'lhs_scale': array, 'lhs_zero_point': array}}}}, or rhs for the other side."
 )
 
+_MSG_STATS = (
+    "quant_stats must be the mapping that the step before gave, {{}} at the first; got {found}."
+)
 _MSG_COLLECTS = (
     "{provider} collects no activation ranges: none of its rules has act_static_scale=True under a "
     "QtProvider. Call the function itself, or fewbit.calibrate for ranges after training."
@@ -158,6 +161,8 @@ class QuantizedFunction:
         """
         if not self.provider.collects:
             raise ValueError(_MSG_COLLECTS.format(provider=type(self.provider).__name__))
+        if not isinstance(quant_stats, Mapping):
+            raise TypeError(_MSG_STATS.format(found=type(quant_stats).__name__))
         kwargs, keys = self.keys(kwargs)
         kwargs, histories = self.histories(kwargs)
         runner, dynamic = call_runner(self, params, args, kwargs, keys, quant_stats, histories)

@@ -19,6 +19,10 @@ _MSG_METHOD = (
     "{method!r} is not a way to round stochastically.{near} It is one of {known}, or None to round "
     "to nearest."
 )
+_MSG_AXES = (
+    "channelwise_noise_axes={axes} are no axes of a gradient of shape {shape}: all its values would "
+    "share one number. Write axes that it has, or None for noise of every value's own."
+)
 _MSG_KEY = (
     "Stochastic rounding ({method!r}) needs a key, got None. Pass one that differs from step to "
     "step, such as jax.random.fold_in(jax.random.key(0), step)."
@@ -74,6 +78,8 @@ class NoiseFn:
         own = self.channelwise_noise_axes
         if own is not None:
             axes = {axis % len(shape) for axis in own if -len(shape) <= axis < len(shape)}
+            if own and not axes:
+                raise ValueError(_MSG_AXES.format(axes=own, shape=tuple(shape)))
             shape = [size if axis in axes else 1 for axis, size in enumerate(shape)]
         return METHODS[self.method](self.key, shape)
 
