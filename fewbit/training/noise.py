@@ -20,8 +20,8 @@ _MSG_METHOD = (
     "to nearest."
 )
 _MSG_AXES = (
-    "channelwise_noise_axes={axes} are no axes of a gradient of shape {shape}: all its values would "
-    "share one number. Write axes that it has, or None for noise of every value's own."
+    "channelwise_noise_axes={axes} are no axes of a gradient of shape {shape}: all its values "
+    "would share one number. Write axes that it has, or None for noise of every value's own."
 )
 _MSG_KEY = (
     "Stochastic rounding ({method!r}) needs a key, got None. Pass one that differs from step to "
