@@ -78,7 +78,7 @@ class NoiseFn:
         own = self.channelwise_noise_axes
         if own is not None:
             axes = {axis % len(shape) for axis in own if -len(shape) <= axis < len(shape)}
-            if own and not axes:
+            if own and shape and not axes:
                 raise ValueError(_MSG_AXES.format(axes=own, shape=tuple(shape)))
             shape = [size if axis in axes else 1 for axis, size in enumerate(shape)]
         return METHODS[self.method](self.key, shape)
