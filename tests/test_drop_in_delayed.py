@@ -14,15 +14,8 @@ from flax.training.train_state import TrainState
 import fewbit
 from fewbit import QtProvider, QtRule
 from fewbit.training import DotGeneral, Einsum, dot_general_cls, einsum_cls, rule_histories
+from tests.delayed_run import RULE as FP8
 
-FP8 = QtRule(
-    weight_qtype="float8_e4m3fn",
-    act_qtype="float8_e4m3fn",
-    bwd_qtype="float8_e5m2",
-    weight_calibration_method="delayed,4",
-    act_calibration_method="delayed,4",
-    bwd_calibration_method="delayed,4",
-)
 OVERWRITTEN = "_overwrite_with_gradient"
 NUMBERS = (((1,), (0,)), ((), ()))
 SIDES = ("lhs", "rhs", "grad")

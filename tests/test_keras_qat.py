@@ -12,16 +12,9 @@ import pytest
 import fewbit
 import fewbit.keras
 from fewbit import QtProvider, QtRule
+from tests.keras_remembering import DELAYED as FP8
 
 FULL = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
-FP8 = QtRule(
-    weight_qtype="float8_e4m3fn",
-    act_qtype="float8_e4m3fn",
-    bwd_qtype="float8_e5m2",
-    weight_calibration_method="delayed,4",
-    act_calibration_method="delayed,4",
-    bwd_calibration_method="delayed,4",
-)
 RNG = np.random.default_rng(0)
 IMAGES = RNG.normal(size=(64, 8, 8, 3)).astype("float32")
 LABELS = (IMAGES.mean((1, 2)) @ np.array([3.0, -2.0, 1.0]) > 0).astype("int32")
