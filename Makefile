@@ -28,8 +28,8 @@ help:  ## list the targets
 .venv/.made: pyproject.toml $(NATIVE_SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BUILD_REQUIRES) > .venv/build-requires.txt
-	$(BIN)/python -m pip install --quiet -r .venv/build-requires.txt
-	$(BIN)/python -m pip install --quiet --no-build-isolation \
+	$(BIN)/python -m pip install --quiet --no-compile -r .venv/build-requires.txt
+	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
 	  --config-settings=cmake.define.FEWBIT_WERROR=ON -e '.[dev,flax,keras]'
 	touch $@
 

@@ -48,6 +48,14 @@ def forget_compiled_programs(request):
         gc.collect()
 
 
+def pytest_collection_finish():
+    """Tracing makes much and drops it at once: Python's search for cycles takes a tenth of a run.
+    What was imported is never garbage, and `forget_compiled_programs` collects the rest."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--strict-skips",
