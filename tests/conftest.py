@@ -1,6 +1,7 @@
 """Hostile settings for every test: eight host devices, strict promotion (warnings: pyproject)."""
 
 import atexit
+import collections
 import fnmatch
 import gc
 import os
@@ -35,6 +36,8 @@ RARE_FORMATS = {
     *("int2", "int5", "int6", "int7", "int16", "uint4", "uint8", "mxfp8_16", "float8_e3m4"),
     *("float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
 }
+# Of a sweep of as many cases `make test` runs every second one.
+SWEEP = 12
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
 
@@ -86,14 +89,26 @@ def read_skips(path):
 
 
 def pytest_collection_modifyitems(items):
-    """Marks as long what tests/long.txt lists, and sweeps over rare formats."""
+    """Marks as long what tests/long.txt lists, and the larger part of sweeps."""
     lines = LONG_FILE.read_text(encoding="utf-8").splitlines()
     patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    sweeps = collections.Counter(item.nodeid.partition("[")[0] for item in items)
+    seen = collections.Counter()
     for item in items:
-        words = set(re.split(r"[-, ]+", item.nodeid.partition("[")[2].rstrip("]")))
+        function, _, parameters = item.nodeid.partition("[")
+        words = set(re.split(r"[-, ]+", parameters.rstrip("]")))
         listed = any(fnmatch.fnmatchcase(_bracketless(item.nodeid), p) for p in patterns)
         if listed or words & RARE_FORMATS:
             item.add_marker(pytest.mark.long)
+            continue
+        seen[function] += 1
+        if sweeps[function] >= SWEEP and seen[function] % 2 == 0 and not _is_quick(function):
+            item.add_marker(pytest.mark.long)
+
+
+def _is_quick(function):
+    """Sweeps over names and messages, which compile nothing."""
+    return any(word in function for word in ("names", "messages", "rules", "docs", "laws"))
 
 
 def _bracketless(nodeid):
