@@ -16,6 +16,7 @@ constexpr int64_t kFewestColumns = 64;
 constexpr int64_t kMostColumns = 4096;   // of a block of few rows; their sums stay in the L1 cache
 constexpr int64_t kPackedBytes = 16 << 20;  // rows that are packed at once
 constexpr int64_t kScaledAtOnce = 256;
+constexpr int64_t kTilesAtOnce = kPanel / kMaxTileRows;  // of rows that are packed together
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t Size(const std::vector<int64_t>& v) { return static_cast<int64_t>(v.size()); }
@@ -204,8 +205,11 @@ class CodesRun {
     const int64_t row_blocks = plan.row_blocks(), blocks = plan.panels * row_blocks;
     for (int64_t first = 0; first < Batches(); first += at_once) {
       const int64_t entries = std::min(at_once, Batches() - first);
-      ForUnits(team_, entries * tiles, 6 * 8 * k_, [&](int64_t unit) {
-        PackTile(plan, first, unit / tiles, static_cast<size_t>(unit % tiles), packed);
+      const int64_t packs = CeilDiv(tiles, kTilesAtOnce);
+      ForUnits(team_, entries * packs, kTilesAtOnce * 6 * 8 * k_, [&](int64_t unit) {
+        const int64_t begin = unit % packs * kTilesAtOnce;
+        PackTiles(plan, first, unit / packs, static_cast<size_t>(begin),
+                  static_cast<size_t>(std::min(tiles, begin + kTilesAtOnce)), packed);
       });
       const int64_t work = row_count_ / std::max<int64_t>(row_blocks, 1) * kPanel * k_;
       ForUnits(team_, entries * blocks, work, [&](int64_t unit) {
@@ -216,22 +220,38 @@ class CodesRun {
     ReleaseLargeScratch(Scratch::kCall);
   }
 
-  void PackTile(const Plan& plan, int64_t first, int64_t entry, size_t index,
-                const Packed& packed) const {
-    const Tile tile = plan.tiles[index];
-    const CodeLines lines{
-        rows_.codes + rows_.batch[static_cast<size_t>(first + entry)],
-        rows_.lines.data() + tile.first_row,
-        tile.rows,
-        rows_.ks.data(),
-        k_,
-        plan.quads,
-        rows_touch_,
-        row_ks_touch_};
-    const int64_t row = entry * row_count_ + tile.first_row;
-    int32_t* sums = packed.sums + row;
-    kernels_.pack_rows(lines, plan.words, packed.words + row * plan.quads * plan.words, sums);
-    for (int r = 0; r < tile.rows; ++r) {
+  void PackTiles(const Plan& plan, int64_t first, int64_t entry, size_t begin, size_t end,
+                 const Packed& packed) const {
+    const Tile last = plan.tiles[end - 1];
+    const bool at_once = rows_touch_ && !row_ks_touch_;
+    int heights[kTilesAtOnce];
+    for (size_t t = begin; t < end; ++t) {
+      heights[t - begin] = plan.tiles[t].rows;
+    }
+    const int64_t first_row = plan.tiles[begin].first_row;
+    const int64_t rows = last.first_row + last.rows - first_row;
+    for (size_t t = begin; t < end; ++t) {
+      const Tile tile = plan.tiles[t];
+      const CodeLines lines{
+          rows_.codes + rows_.batch[static_cast<size_t>(first + entry)],
+          rows_.lines.data() + tile.first_row,
+          at_once ? static_cast<int>(rows) : tile.rows,
+          rows_.ks.data(),
+          k_,
+          plan.quads,
+          rows_touch_,
+          row_ks_touch_};
+      const int64_t row = entry * row_count_ + tile.first_row;
+      int32_t* words = packed.words + row * plan.quads * plan.words;
+      if (at_once) {
+        kernels_.pack_touching_tiles(lines, heights, static_cast<int>(end - begin), plan.words,
+                                     words, packed.sums + row);
+        break;
+      }
+      kernels_.pack_rows(lines, plan.words, words, packed.sums + row);
+    }
+    int32_t* sums = packed.sums + entry * row_count_ + first_row;
+    for (int64_t r = 0; r < rows; ++r) {
       sums[r] = static_cast<int32_t>(static_cast<uint32_t>(sums[r]) * uint32_t{kZero});
     }
   }

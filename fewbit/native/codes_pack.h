@@ -61,25 +61,49 @@ inline void PackWholeRows(const CodeLines& c, int words, int32_t* packed, int32_
   }
 }
 
-// Rows side by side: one k of all of them at a time.
-template <int kCount>
-void PackTouchingRows(const CodeLines& c, int words, int32_t* packed, int32_t* sums) {
-  static constexpr int8_t kNothing[kMaxTileRows] = {};
-  const int count = kCount == 0 ? c.count : kCount;
-  uint32_t total[kMaxTileRows] = {};
+// Rows side by side, of several tiles: a cache line of each k serves all of them. Tile by tile,
+// lines whose distance is a power of two would drive each other out of the caches.
+void PackTouchingTiles(const CodeLines& c, const int* heights, int tiles, int words,
+                       int32_t* packed, int32_t* sums) {
+  static constexpr int8_t kNothing[kPanel] = {};
+  alignas(64) int32_t total[kPanel] = {}, word[2][kPanel];
   const int8_t* base = c.codes + c.lines[0];
-  for (int64_t q = 0; q * 4 < c.length; ++q, packed += count * words) {
+  for (int64_t q = 0; q < c.quads; ++q) {
     const int8_t* at[4];
     for (int i = 0; i < 4; ++i) {
       at[i] = q * 4 + i < c.length ? base + c.ks[q * 4 + i] : kNothing;
     }
-    for (int m = 0; m < count; ++m) {
-      const int8_t quad[4] = {at[0][m], at[1][m], at[2][m], at[3][m]};
-      total[m] += static_cast<uint32_t>(quad[0] + quad[1] + quad[2] + quad[3]);
-      PackRow(quad, 1, count, words, packed + m);
+    for (int m = 0; m < c.count; ++m) {
+      total[m] += at[0][m] + at[1][m] + at[2][m] + at[3][m];
+    }
+    if (words == 1) {
+      for (int m = 0; m < c.count; ++m) {
+        word[0][m] = static_cast<int32_t>(
+            static_cast<uint32_t>(static_cast<uint8_t>(at[0][m])) |
+            static_cast<uint32_t>(static_cast<uint8_t>(at[1][m])) << 8 |
+            static_cast<uint32_t>(static_cast<uint8_t>(at[2][m])) << 16 |
+            static_cast<uint32_t>(static_cast<uint8_t>(at[3][m])) << 24);
+      }
+    } else {
+      for (int m = 0; m < c.count; ++m) {
+        word[0][m] = PairOf(at[0][m], at[2][m]);
+        word[1][m] = PairOf(at[1][m], at[3][m]);
+      }
+    }
+    int64_t row = 0;
+    for (int t = 0; t < tiles; row += heights[t++]) {
+      const int height = heights[t];
+      int32_t* to = packed + (row * c.quads + q * height) * words;
+      for (int w = 0; w < words; ++w, to += height) {
+        if (height == kMaxTileRows) {
+          std::memcpy(to, word[w] + row, kMaxTileRows * 4);
+        } else {
+          std::memcpy(to, word[w] + row, static_cast<size_t>(height) * 4);
+        }
+      }
     }
   }
-  std::memcpy(sums, total, sizeof(int32_t) * static_cast<size_t>(count));
+  std::memcpy(sums, total, sizeof(int32_t) * static_cast<size_t>(c.count));
 }
 
 inline void PackScatteredRows(const CodeLines& c, int words, int32_t* packed, int32_t* sums) {
@@ -101,17 +125,7 @@ inline void PackScatteredRows(const CodeLines& c, int words, int32_t* packed, in
 void PackRows(const CodeLines& c, int words, int32_t* packed, int32_t* sums) {
   const int64_t step = static_cast<int64_t>(words) * c.count, used = (c.length + 3) / 4;
   std::memset(packed + used * step, 0, static_cast<size_t>((c.quads - used) * step) * 4);
-  if (c.ks_touch) {
-    PackWholeRows(c, words, packed, sums);
-  } else if (!c.lines_touch) {
-    PackScatteredRows(c, words, packed, sums);
-  } else if (c.count == 6) {
-    PackTouchingRows<6>(c, words, packed, sums);
-  } else if (c.count == 4) {
-    PackTouchingRows<4>(c, words, packed, sums);
-  } else {
-    PackTouchingRows<0>(c, words, packed, sums);
-  }
+  (c.ks_touch ? PackWholeRows : PackScatteredRows)(c, words, packed, sums);
 }
 
 // Columns whose k lie in one piece: words of four codes, transposed.

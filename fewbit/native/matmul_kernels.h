@@ -164,7 +164,7 @@ struct ColumnBlock {
 struct CodeLines {
   const int8_t* codes;
   const int64_t* lines;   // [count]
-  int count;              // at most kMaxTileRows as rows, kPanel as columns
+  int count;              // at most kMaxTileRows as rows of a tile, else kPanel
   const int64_t* ks;      // [length]
   int64_t length, quads;  // 4 * quads >= length; what is missing counts as zero
   bool lines_touch;       // one byte from a line to the next
@@ -220,6 +220,8 @@ struct Kernels {
   const ConvKernels* conv;
   void (*finish_row)(const FinishRow&);
   void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
+  void (*pack_touching_tiles)(const CodeLines&, const int* heights, int tiles, int words,
+                              int32_t* packed, int32_t* sums);
   void (*pack_columns)(const CodeLines&, uint8_t* panel);
   void (*dot_columns[kMaxStreamRows])(const FewRows&);
   void (*add_rows[kMaxStreamRows])(const FewRows&);
