@@ -27,6 +27,7 @@ FUNCTIONS = (
     "fewbit_conv",
     "fewbit_matmul",
     "fewbit_quantize_int8",
+    "fewbit_quantize_shifted_int8",
 )
 """Symbols of the library, which are also the names of the FFI targets."""
 

@@ -21,8 +21,13 @@ from fewbit.qarray import HowToQuantize, QArray, quantize_with
 _FEWEST_VALUES = 2**12
 
 
-def quantize_natively(x: jax.Array, how: HowToQuantize) -> QArray | None:
+def quantize_natively(
+    x: jax.Array, how: HowToQuantize, factor: jax.Array | None = None
+) -> QArray | None:
     """`quantize_with(x, how)` by one native call, or None where there is none for it.
+
+    With a factor, which has x's axes and may be 1 long along some of them, it is x times the factor
+    that is quantized, and no array of the products is made.
 
     The codes and scales are the same; where a range is not finite its scale is NaN.
 
@@ -32,8 +37,21 @@ def quantize_natively(x: jax.Array, how: HowToQuantize) -> QArray | None:
     axes = _axes(x, how)
     if axes is None or jax.default_backend() != "cpu" or not native_available():
         return None
-    codes, scale = quantize_int8_p.bind(x, axes=axes)
+    factors = () if factor is None else (factor,)
+    if factor is not None and not _fits(factor, x, axes):
+        x, factors = x * factor, ()
+    codes, scale = quantize_int8_p.bind(x, *factors, axes=axes)
     return QArray(codes, scale, None, how.qtype).with_dtype(x.dtype)
+
+
+def _fits(factor: jax.Array, x: jax.Array, axes: tuple[int, int]) -> bool:
+    """Whether every value along the shared axes has its factor, and those after them have none."""
+    first, last = axes
+    return (
+        factor.dtype == x.dtype
+        and factor.shape[first:last] == x.shape[first:last]
+        and all(size == 1 for size in factor.shape[last:])
+    )
 
 
 def _axes(x: jax.Array, how: HowToQuantize) -> tuple[int, int] | None:
@@ -62,41 +80,48 @@ quantize_int8_p.multiple_results = True
 
 
 @quantize_int8_p.def_impl
-def _run(x: jax.Array, *, axes: tuple[int, int]) -> Any:
+def _run(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> Any:
     with jax.disable_jit(False):
-        return _compiled(x, axes=axes)
+        return _compiled(x, *factor, axes=axes)
 
 
 @quantize_int8_p.def_abstract_eval
-def _shapes(x: Any, *, axes: tuple[int, int]) -> Any:
+def _shapes(x: Any, *factor: Any, axes: tuple[int, int]) -> Any:
     first, last = axes
     scale = (*x.shape[:first], *[1] * (last - first), *x.shape[last:])
     return x.update(dtype=jnp.dtype(jnp.int8)), x.update(shape=scale)
 
 
-def _reference(x: jax.Array, *, axes: tuple[int, int]) -> list[jax.Array]:
+def _reference(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> list[jax.Array]:
     own = [axis for axis in range(x.ndim) if not axes[0] <= axis < axes[1]]
+    x = x * factor[0] if factor else x
     q = quantize_with(x, HowToQuantize(qtype="int8", channelwise_axes=own))
     return [q.qvalue, q.scale]
 
 
-def _call(x: jax.Array, *, axes: tuple[int, int]) -> list[jax.Array]:
+def _call(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> list[jax.Array]:
     first, last = axes
     scale = (*x.shape[:first], *[1] * (last - first), *x.shape[last:])
     results = (
         jax.ShapeDtypeStruct(x.shape, jnp.int8),
         jax.ShapeDtypeStruct(scale, jnp.float32),
     )
-    call = jax.ffi.ffi_call("fewbit_quantize_int8", results)
-    return list(call(x, first=np.int64(first), last=np.int64(last)))
+    numbers = dict(first=np.int64(first), last=np.int64(last))
+    if not factor:
+        return list(jax.ffi.ffi_call("fewbit_quantize_int8", results)(x, **numbers))
+    (values,) = factor
+    if any(size != 1 for size in values.shape[:first]):  # the same factors for all, or own ones
+        values = jnp.broadcast_to(values, (*x.shape[:last], *values.shape[last:]))
+    call = jax.ffi.ffi_call("fewbit_quantize_shifted_int8", results)
+    return list(call(x, values, **numbers))
 
 
-def _lower_on_cpu(ctx: mlir.LoweringRuleContext, x: Any, *, axes: tuple[int, int]) -> Any:
+def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, axes: tuple[int, int]) -> Any:
     context = ctx.module_context.axis_context
     alone = isinstance(context, mlir.ShardingContext) and context.num_devices == 1
     leaves = ctx.module_context.lowering_parameters.for_export
     function = _call if alone and not leaves else _reference
-    return mlir.lower_fun(function, multiple_results=True)(ctx, x, axes=axes)
+    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, axes=axes)
 
 
 mlir.register_lowering(quantize_int8_p, mlir.lower_fun(_reference, multiple_results=True))
@@ -104,24 +129,31 @@ mlir.register_lowering(quantize_int8_p, _lower_on_cpu, platform="cpu")
 
 
 def _jvp(primals: Any, tangents: Any, *, axes: tuple[int, int]) -> Any:
-    (x,), (t,) = primals, tangents
-    if isinstance(t, ad.Zero):
-        out = quantize_int8_p.bind(x, axes=axes)
+    if all(isinstance(t, ad.Zero) for t in tangents):
+        out = quantize_int8_p.bind(*primals, axes=axes)
         return out, [ad.Zero(jax.typeof(one).to_tangent_aval()) for one in out]
-    return jax.jvp(lambda x: _reference(x, axes=axes), (x,), (t,))
+    tangents = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(lambda *operands: _reference(*operands, axes=axes), tuple(primals), tangents)
 
 
 ad.primitive_jvps[quantize_int8_p] = _jvp
 
 
 def _batch(args: Any, dims: Any, *, axes: tuple[int, int]) -> Any:
-    (x,), (dim,) = args, dims
     first, last = axes
-    if first < dim < last:
-        x, dim = jnp.moveaxis(x, dim, 0), 0
-    step = int(dim <= first)
-    return quantize_int8_p.bind(x, axes=(first + step, last + step)), [dim, dim]
+    if len(args) == 1 and not first < dims[0] < last:
+        step = int(dims[0] <= first)
+        return quantize_int8_p.bind(*args, axes=(first + step, last + step)), [dims[0]] * 2
+    x, *factor = (
+        jnp.expand_dims(a, 0) if dim is None else jnp.moveaxis(a, dim, 0)
+        for a, dim in zip(args, dims, strict=True)
+    )
+    if factor and dims[0] is None:
+        x = jnp.broadcast_to(x, (factor[0].shape[0], *x.shape[1:]))
+    return quantize_int8_p.bind(x, *factor, axes=(first + 1, last + 1)), [0, 0]
 
 
 batching.primitive_batchers[quantize_int8_p] = _batch
-_compiled = jax.jit(lambda x, *, axes: quantize_int8_p.bind(x, axes=axes), static_argnames="axes")
+_compiled = jax.jit(
+    lambda *operands, axes: quantize_int8_p.bind(*operands, axes=axes), static_argnames="axes"
+)

@@ -19,9 +19,11 @@ void LargestOfColumns(const ColumnBlock& block, int32_t* largest) {
   std::memset(largest, 0, static_cast<size_t>(block.columns) * sizeof *largest);
   const float* x = block.x;
   for (int64_t r = 0; r < block.rows; ++r, x += block.columns) {
+    const float factor = block.factor == nullptr ? 1.0f : block.factor[r];
     for (int64_t c = 0; c < block.columns; ++c) {
+      const float value = x[c] * factor;
       int32_t bits;
-      std::memcpy(&bits, x + c, sizeof bits);
+      std::memcpy(&bits, &value, sizeof bits);
       bits &= 0x7fffffff;
       largest[c] = bits > largest[c] ? bits : largest[c];
     }
@@ -40,8 +42,9 @@ void CodesOfColumns(const ColumnBlock& block, const float* per_scale, int8_t* co
   const int64_t rows = block.rows, columns = block.columns;  // bytes written might be those there
   const float* x = block.x;
   for (int64_t r = 0; r < rows; ++r, x += columns, codes += columns) {
+    const float factor = block.factor == nullptr ? 1.0f : block.factor[r];
     for (int64_t c = 0; c < columns; ++c) {
-      codes[c] = CodeOf(x[c] * per_scale[c]);
+      codes[c] = CodeOf(x[c] * factor * per_scale[c]);
     }
   }
 }

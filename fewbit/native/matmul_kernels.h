@@ -158,6 +158,7 @@ struct ConvKernels;  // conv_kernels.h
 struct ColumnBlock {
   const float* x;         // [rows][columns]
   int64_t rows, columns;
+  const float* factor;    // [rows], what each row is multiplied with first; null: nothing
 };
 
 // Lines of codes as they lie in an array: k of line l at codes + lines[l] + ks[k].

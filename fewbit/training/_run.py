@@ -53,7 +53,7 @@ class Product(Protocol):
         """How the gradient of the other side can use the codes of `side`: 'shift', 'as is'."""
 
     def shift(self, side: int, g: jax.Array, q: QArray, *rest: Any) -> jax.Array:
-        """The gradient times the scales of operand `side`, which is what remains to be codes."""
+        """The scales of operand `side`, whose codes remain, as a factor of the gradient."""
 
     def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
         """The same gradient product with its contraction as one axis: (product, g, residual)."""
@@ -242,11 +242,14 @@ def _gradient(
         return _float_gradient(product, side, g, residual, like, rest)
     # Gradients are quantized from float32: a bfloat16 quotient is too coarse for 8 bits.
     g = g.astype(wider(g.dtype, jnp.float32))
+    factor = None
     if kind == "shift":
-        g = product.shift(1 - side, g, residual, *rest)
+        factor = product.shift(1 - side, g, residual, *rest)
         if absmax is not None:  # no more than the largest scale times what it was before
             absmax = absmax * jnp.max(jnp.abs(residual.scale)).astype(absmax.dtype)
         residual = residual.replace(scale=jnp.ones((1,) * residual.ndim, jnp.float32), tiles=())
+    if factor is not None and (settings.tile_size is not None or settings.delayed):
+        g, factor = g * factor, None
     if settings.tile_size is not None:
         product, g, residual = product.joined(side, g, residual)
     if kind == "float" and settings.residual_qtype is not None:
@@ -255,7 +258,7 @@ def _gradient(
     if settings.delayed:
         q = quantize_with_absmax(g, jnp.reshape(absmax, (1,) * g.ndim), how)
     else:
-        q = _quantize(g, how)
+        q = _quantize(g, how, factor)
     return product.gradient(side, q, residual, like, *rest)
 
 
@@ -264,8 +267,14 @@ def _largest(g: jax.Array) -> jax.Array:
     return calibrate(g, how)["absmax"].astype(jnp.float32).reshape(())
 
 
-def _quantize(array: jax.Array, how: HowToQuantize) -> QArray:
-    """The array quantized; even tiles are made an axis of their own, as native code wants them."""
+def _quantize(array: jax.Array, how: HowToQuantize, factor: Any = None) -> QArray:
+    """The array, times the factor, quantized.
+
+    Even tiles are made an axis of their own, as native code wants them.
+    """
+    if factor is not None:
+        shifted = quantize_natively(array, how, factor)
+        return _quantize(array * factor, how) if shifted is None else shifted
     tiled = list(how.tiled_axes)
     axis = tiled[0] if len(tiled) == 1 else 0
     tile = get_tile_shape(array.shape, how)[axis] if len(tiled) == 1 else 1

@@ -63,7 +63,7 @@ class ConvProduct:
 
     def shift(self, side: int, g: jax.Array, q: QArray) -> jax.Array:
         scale = scale_in(q, g.dtype)
-        return g * placed_like(_on(scale, self._specs[side][0], self.numbers.out_spec[side]), g)
+        return placed_like(_on(scale, self._specs[side][0], self.numbers.out_spec[side]), g)
 
     def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
         return self, g, residual

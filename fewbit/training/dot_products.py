@@ -107,11 +107,12 @@ class DotProduct:
         return None
 
     def shift(self, side: int, g: jax.Array, q: QArray) -> jax.Array:
+        """The factor that operand `side`'s scales are of the gradient, with the gradient's axes."""
         own, out = self.labels[side], self.out
         scale = widen(scale_in(q, g.dtype), q, self._axes(side, ["batch", side]))
         order = [own.index(label) for label in out if label in own]
         missing = [axis for axis, label in enumerate(out) if label not in own]
-        return g * placed_like(lay_out(scale, order, missing), g)
+        return placed_like(lay_out(scale, order, missing), g)
 
     def joined(self, side: int, g: Any, residual: Any) -> tuple[DotProduct, Any, Any]:
         """Tiles of a contraction over several axes are cut from all of them as one."""

@@ -52,13 +52,13 @@ class RaggedProduct:
     ) -> jax.Array:
         scale = scale_in(q, g.dtype)
         if side == 0:
-            return g * placed_like(widen(scale, q, [0]), g)
+            return placed_like(widen(scale, q, [0]), g)
         per_group = lax.squeeze(widen(scale, q, [0, 2]), (_K,))
         if per_group.shape[0] != 1:
             group = _group_of_row(g.shape[0], group_sizes)
             # Rows past the last group are no part of the product, so any scale serves them.
             per_group = jnp.take(per_group, group, axis=0, mode="clip")
-        return g * placed_like(per_group, g)
+        return placed_like(per_group, g)
 
     def joined(self, side: int, g: Any, residual: Any) -> tuple[Any, Any, Any]:
         return self, g, residual
