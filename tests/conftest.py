@@ -37,7 +37,7 @@ RARE_FORMATS = {
     *("float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
 }
 # Of a sweep of as many cases `make test` runs every second one.
-SWEEP = 12
+SWEEP = 6
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
 
