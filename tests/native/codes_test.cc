@@ -156,15 +156,24 @@ float ScaleNaively(const float* x, int64_t count, int64_t step) {
 
 bool SameScale(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
-bool CheckColumns(const Kernels& kernels, int64_t rows, int64_t columns) {
-  const std::vector<float> x = Table(rows, columns);
+// With factors it is the products that are quantized.
+bool CheckColumns(const Kernels& kernels, int64_t rows, int64_t columns, bool with_factors) {
+  const std::vector<float> given = Table(rows, columns);
+  std::vector<float> x = given, factors(static_cast<size_t>(rows));
+  for (size_t r = 0; r < factors.size(); ++r) {
+    factors[r] = 0.3f + 0.7f * static_cast<float>(r % 11);
+  }
+  for (size_t i = 0; with_factors && i < x.size(); ++i) {
+    x[i] = given[i] * factors[i / static_cast<size_t>(columns)];
+  }
   const size_t width = static_cast<size_t>(columns);
   std::vector<int32_t> largest(width, -1);
   std::vector<float> scales(width), per_scale(width);
   std::vector<int8_t> codes(x.size());
-  kernels.largest_of_columns({x.data(), rows, columns}, largest.data());
+  const ColumnBlock block{given.data(), rows, columns, with_factors ? factors.data() : nullptr};
+  kernels.largest_of_columns(block, largest.data());
   kernels.scales_of_columns(largest.data(), columns, scales.data(), per_scale.data());
-  kernels.codes_of_columns({x.data(), rows, columns}, per_scale.data(), codes.data());
+  kernels.codes_of_columns(block, per_scale.data(), codes.data());
   for (size_t i = 0; i < x.size(); ++i) {
     const size_t column = i % width;
     const float scale = ScaleNaively(x.data() + column, rows, columns);
@@ -208,8 +217,9 @@ int64_t CheckAllQuantized(const Kernels& kernels, bool* good) {
   int64_t count = 0;
   for (int64_t rows : {1, 5, 40}) {
     for (int64_t columns : {1, 3, 16, 33, 70}) {
-      *good = CheckColumns(kernels, rows, columns) && *good;
-      ++count;
+      *good = CheckColumns(kernels, rows, columns, false) && *good;
+      *good = CheckColumns(kernels, rows, columns, true) && *good;
+      count += 2;
     }
   }
   for (int64_t length : {1, 3, 31, 64, 200}) {
