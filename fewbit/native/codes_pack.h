@@ -95,7 +95,7 @@ void PackTouchingTiles(const CodeLines& c, const int* heights, int tiles, int wo
       const int height = heights[t];
       int32_t* to = packed + (row * c.quads + q * height) * words;
       for (int w = 0; w < words; ++w, to += height) {
-        if (height == kMaxTileRows) {
+        if (height == kMaxTileRows) {  // nearly all: a copy of known size needs no call
           std::memcpy(to, word[w] + row, kMaxTileRows * 4);
         } else {
           std::memcpy(to, word[w] + row, static_cast<size_t>(height) * 4);
