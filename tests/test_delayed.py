@@ -241,7 +241,7 @@ def test_serving_is_the_training_forward_with_the_last_histories(emulate):
     histories = f.init_amax_history(params, x)
     state = {"params": params, "histories": histories}
     histories = jax.jit(jax.grad(loss_of(f)))(state, x, y)["histories"]
-    served = fewbit.to_ptq(f, params, None, x, amax_history=histories, pack=False)
+    served = fewbit.to_ptq(f, params, None, x, amax_history=histories)
     for batch in (x, 3 * x):  # the second clips
         expected = f(params, batch, amax_history=histories)
         if emulate:

@@ -110,7 +110,7 @@ def test_bfloat16_models_remember_in_float32():
     assert grads["params"]["a"].dtype == jnp.bfloat16
     assert {h.dtype for h in histories.values()} == {jnp.dtype("float32")}
     assert histories["lhs_amax_history"][1] == jnp.abs(x).max().astype(jnp.float32)
-    served = fewbit.to_ptq(f, params, None, x, amax_history=state["histories"], pack=False)
+    served = fewbit.to_ptq(f, params, None, x, amax_history=state["histories"])
     expected = f(params, x, amax_history=state["histories"])
     assert (served.model(served.params, x) == expected).all()
 
@@ -119,7 +119,7 @@ def test_a_linen_model_serves_as_it_trained():
     model, state = trained()
     x = 2 * batch(1)[0]
     served = fewbit.to_ptq(
-        model, state.params["params"], None, x, amax_history=state.params[HISTORIES], pack=False
+        model, state.params["params"], None, x, amax_history=state.params[HISTORIES]
     )
     assert (served.model.apply({"params": served.params}, x) == model.apply(state.params, x)).all()
     assert served.plan.rules[0].act_static_scale
@@ -171,7 +171,7 @@ def test_an_nnx_model_holds_its_histories_and_its_optimizer_sets_them():
     assert net.up.dot_general0_lhs_amax_history[...].tolist() == [2 * amax, amax, 0, 0]
     assert 0 < jnp.linalg.norm(net.up.kernel[...] - before) < 1e-3  # the clipping acted
     assert (net.down.dot_general0_grad_amax_history[...][:2] > 0).all()
-    served = fewbit.to_ptq(net, None, None, x, pack=False)
+    served = fewbit.to_ptq(net, None, None, x)
     assert (served(3 * x) == net(3 * x)).all()
     assert not nnx.to_flat_state(nnx.state(served, fewbit.AmaxHistory))
 
@@ -208,7 +208,7 @@ def test_layers_of_an_nnx_scan_have_a_history_each():
     histories = nnx.state(grads, fewbit.AmaxHistory)
     assert {leaf.shape for leaf in jax.tree.leaves(histories)} == {(LAYERS, 4)}
     nnx.update(net, histories)
-    served = fewbit.to_ptq(net, None, None, x, pack=False)
+    served = fewbit.to_ptq(net, None, None, x)
     assert (served(x) == net(x)).all()
 
 

@@ -67,7 +67,7 @@ def test_linen_init_makes_scales_beside_the_weights_and_trains_them():
 
     trained, grads = step(variables)
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
-    served = fewbit.to_ptq(model, trained["params"], None, X, pack=False)
+    served = fewbit.to_ptq(model, trained["params"], None, X)
     out = served.model.apply({"params": served.params}, X)
     assert jnp.array_equal(out, model.apply(trained, X))
     assert set(served.params["head"]) == {"kernel", "bias"}
@@ -134,7 +134,7 @@ def test_nnx_scales_are_params_beside_the_weights():
     before = scale.get_value()
     losses = [float(step(model, optimizer)) for _ in range(10)]
     assert losses[-1] < losses[0] and not jnp.array_equal(before, scale.get_value())
-    served = fewbit.to_ptq(model, None, None, X, pack=False)
+    served = fewbit.to_ptq(model, None, None, X)
     assert not hasattr(served.layers[0], "kernel_qscale")
     assert jnp.array_equal(served(X), model(X))
     found = served.layers[0].kernel.get_value().array.scale

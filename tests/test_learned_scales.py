@@ -258,7 +258,7 @@ def test_what_is_served_is_what_was_trained(op, rule):
         grads = step(params)
         assert all(bool(jnp.any(g != 0)) for g in grads.values())
         params = jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads)
-    served = fewbit.to_ptq(f, params, None, x, pack=False)
+    served = fewbit.to_ptq(f, params, None, x)
     assert jnp.array_equal(served.model(served.params, x), f(params, x))
     assert set(served.params) == {"w"}
     q = served.params["w"].array
@@ -281,7 +281,7 @@ def test_a_bfloat16_weight_has_a_float32_scale_and_stores_a_bfloat16_one():
     grads = jax.grad(lambda p: f(p, x).astype(jnp.float32).sum())(params)
     assert params["w_qscale"].dtype == jnp.float32 == grads["w_qscale"].dtype
     assert grads["w"].dtype == jnp.bfloat16
-    served = fewbit.to_ptq(f, params, None, x, pack=False)
+    served = fewbit.to_ptq(f, params, None, x)
     assert served.params["w"].array.scale.dtype == jnp.bfloat16
     assert jnp.array_equal(served.model(served.params, x), f(params, x))
 
@@ -390,7 +390,7 @@ def test_a_tree_without_room_keeps_its_scales_beside_it():
     assert set(params.adapters) == {"0_qscale"}
     grads = jax.grad(lambda p: jnp.sum(jnp.square(f(p, x))))(params)
     assert bool(jnp.any(grads.adapters["0_qscale"] != 0))
-    served = fewbit.to_ptq(f, params, None, x, pack=False)
+    served = fewbit.to_ptq(f, params, None, x)
     assert jnp.array_equal(served.model(served.params, x), f(params, x))
 
 

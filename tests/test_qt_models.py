@@ -393,12 +393,12 @@ def test_train_state_gradient_accumulation_and_conversion():
             state, loss = step(state)
             losses.append(float(loss))
     assert losses[-1] < 0.5 * losses[0]
-    served = fewbit.to_ptq(q, state.params, pack=False)  # inputs: those of the last call
+    served = fewbit.to_ptq(q, state.params)  # inputs: those of the last call
     np.testing.assert_array_equal(
         served.model.apply({"params": served.params}, TOKENS),
         q.apply({"params": state.params}, TOKENS),
     )
-    packed = fewbit.to_ptq(q, state.params, None, TOKENS)
+    packed = fewbit.to_ptq(q, state.params, None, TOKENS, pack=True)
     np.testing.assert_allclose(
         packed.model.apply({"params": packed.params}, TOKENS),
         q.apply({"params": state.params}, TOKENS),
@@ -436,7 +436,7 @@ def test_static_ranges_are_collected_while_training():
         rtol=0.02,
     )
     out = q.apply({**variables, **updated}, TOKENS)
-    served = fewbit.to_ptq(q, variables["params"], stats, TOKENS, pack=False)
+    served = fewbit.to_ptq(q, variables["params"], stats, TOKENS)
     np.testing.assert_array_equal(served.model.apply({"params": served.params}, TOKENS), out)
     with pytest.raises(ValueError, match="to_ptq got no statistics"):
         fewbit.to_ptq(q, variables["params"], None, TOKENS)
@@ -456,7 +456,7 @@ def test_a_function_collects_ranges():
         3 * jnp.abs(X).max()[None, None],
         rtol=1e-6,
     )
-    served = fewbit.to_ptq(q, PARAMS, stats, X, pack=False)
+    served = fewbit.to_ptq(q, PARAMS, stats, X)
     out, _ = q.collecting(PARAMS, stats, X)  # X is smaller than what was seen: same scales
     np.testing.assert_array_equal(served.model(served.params, X), out)
     with pytest.raises(ValueError, match="collects no activation ranges"):
@@ -511,7 +511,7 @@ def test_nnx_trains(make, kind):
 
     losses = [float(step(q, optimizer)) for _ in range(15)]
     assert losses[-1] < 0.7 * losses[0]
-    served = fewbit.to_ptq(q, None, None, X, pack=False)
+    served = fewbit.to_ptq(q, None, None, X)
     np.testing.assert_array_equal(served(X), q(X))
 
 
@@ -550,7 +550,7 @@ def test_nnx_noise_and_statistics():
         module.disable_quant_stats_update = True
     out = q(X)
     assert int(q.up.dot_general0_lhs.get_value()["count"]) == 2
-    served = fewbit.to_ptq(q, None, None, X, pack=False)
+    served = fewbit.to_ptq(q, None, None, X)
     np.testing.assert_array_equal(served(X), out)
 
 

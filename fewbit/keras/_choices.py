@@ -56,7 +56,8 @@ class Choice:
 
     `rule` is None for a layer that is left alone, and `reason` says why. `config` is the single
     config that decided (None for rules), `kind` is 'static', 'dynamic' or 'weight_only',
-    `granularity` 'per_tensor', 'per_channel' or 'per_group'.
+    `granularity` 'per_tensor', 'per_channel' or 'per_group', `packed` whether weights are stored
+    as this machine's kernels read them.
     """
 
     config: LeafConfig | None = None
@@ -65,6 +66,7 @@ class Choice:
     granularity: str | None = None
     emulate: bool = False
     fused: bool | None = None  # the way of attention; None: the layer decides
+    packed: bool = True
     reason: str = ""
 
     @property

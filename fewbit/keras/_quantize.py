@@ -26,6 +26,7 @@ from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
+from fewbit.layouts import unpack
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.qt import QtProvider
 from fewbit.params import quantize_leaf
@@ -202,6 +203,7 @@ def convert(each: LayerPlan, stats: Any = None, absmax: Mapping[str, Any] = {}) 
         "granularity": choice.granularity,
         "emulate": choice.emulate,
         "fused": choice.fused,
+        "packed": choice.packed,
     }
     state = LayerState(each.path, each.rule, str(choice.kind), each.program, settings)
     config = choice.config
@@ -242,6 +244,7 @@ def _quantized(
     one = choice.granularity == "per_tensor" and not leaf.how.tiled_axes
     measured = leaf.how.replace(channelwise_axes=()) if one else None
     made = quantize_leaf(leaf.path, variable.value, leaf, measured, absmax=absmax)
+    made = made if choice.packed else unpack(made)
     return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
 
 

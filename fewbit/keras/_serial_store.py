@@ -125,7 +125,7 @@ def _record(store: Any, where: str, state: LayerState) -> dict[str, Any]:
 
 
 def _load_stored(store: Any, name: str, about: Any, where: str, state: LayerState) -> WithAux:
-    """One quantized variable, in the layout that this machine's kernels read."""
+    """One quantized variable, in the layout that this machine's kernels read, unless kept plain."""
     whole = f"{where}/{name}"
     parts: dict[str, Any] = {
         part: jnp.asarray(
@@ -145,7 +145,7 @@ def _load_stored(store: Any, name: str, about: Any, where: str, state: LayerStat
         **parts, qtype=about["qtype"], tiles=[tuple(pair) for pair in about["tiles"]]
     ).with_dtype(about["dtype"])
     validate_qarray(q)
-    return WithAux(for_kernels(q, how), how)
+    return WithAux(for_kernels(q, how) if state.settings.get("packed", True) else q, how)
 
 
 def _check_same(old: WithAux, new: WithAux, where: str, name: str) -> None:

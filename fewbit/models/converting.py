@@ -48,7 +48,7 @@ def to_ptq(
     stats: Any = None,
     *inputs: Any,
     methods: Sequence[str] = ("__call__",),
-    pack: bool = True,
+    pack: bool = False,
     amax_history: Any = None,
     **kwargs: Any,
 ) -> Any:
@@ -59,8 +59,11 @@ def to_ptq(
     (Linen: `variables['_overwrite_with_gradient']`), whose scales become static. Returns
     `(model, params, plan)`. An NNX model holds them all and comes back alone, as does a Keras
     model. `inputs` are the model's own (abstract ones do); without them those of its last call are
-    used. The forward pass is that of training, bit for bit on plain codes (`pack=False`); this
-    machine's kernels may sum floats in another order.
+    used.
+
+    The forward pass is that of training, bit for bit. `pack=True` (or `fewbit.pack(params)` later)
+    stores the parameters as this machine's kernels read them: faster, and where floats are summed
+    (groups, fp8) in another order, some 1e-6 apart.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]
@@ -72,7 +75,7 @@ def to_ptq(
     """
     kind = front_end(model)
     if is_keras(model):
-        return kind.to_ptq(model, *((params,) if params is not None else ()), **kwargs)
+        return kind.to_ptq(model, *((params,) if params is not None else ()), pack=pack, **kwargs)
     trained = kind.trained(model)
     if trained is None:
         raise TypeError(_MSG_NOT_TRAINED.format(found=type(model).__name__))
