@@ -14,6 +14,8 @@ NATIVE_PROGRAMS := $(patsubst %.cc,%,$(wildcard tests/native/*_test.cc))
 
 export FEWBIT_REQUIRE_NATIVE := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Many tests start processes of their own: what one has compiled of Python the next should find.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help .venv .venv-peers .venv-bench-peers demo test test-all test-native test-sanitized bench bench-peers \
   lint format docs wheel clean

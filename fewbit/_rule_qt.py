@@ -33,6 +33,19 @@ _MSG_UNKNOWN = (
 )
 _MSG_FUNCTION = "{where}: {field}[{name!r}] must be a function or None, got {value!r}.{fix}"
 _FIX_NOISE = " For all steps write bwd_stochastic_rounding='uniform' in the rule instead."
+_MSG_COLLECT = (
+    "{where}: {field}[{name!r}] would see one operand of one product, and what serves afterwards "
+    "would not. Write act_static_scale=True in the rule to collect ranges while training, or give "
+    "the function to fewbit.DotGeneralQtConfig where fewbit.dot_general_qt is called."
+)
+_MSG_DELAYED = (
+    "{where}: {field}[{name!r}]={value!r} takes the range from the steps before, which is kept by "
+    "rule. Write {instead}={value!r} in the rule instead."
+)
+_INSTEAD = {
+    "lhs": "act_calibration_method (of a weight: weight_calibration_method)",
+    "rhs": "weight_calibration_method (of an activation: act_calibration_method)",
+}
 _MSG_RANGE = (
     "{where}: {field}['grad_delayed_range'] is made at each step from a history. Write "
     "bwd_calibration_method='delayed' in the rule instead."
@@ -64,6 +77,11 @@ def _checked(where: str, field: str, name: str, item: Any) -> Any:
     if name in _TYPES:
         return check_qtype(where, place, item)
     if name in _METHODS:
+        if isinstance(item, str) and item.split(",")[0].strip() == "delayed":
+            part = name.removesuffix("_calibration_method")
+            instead = _INSTEAD.get(part, "bwd_calibration_method")
+            text = dict(where=where, field=field, name=name, value=item, instead=instead)
+            raise ValueError(_MSG_DELAYED.format(**text))
         return None if item is None else check_calibration(where, place, item, None)
     if name in _TILES:
         return check_tile(where, place, item, ())
@@ -74,6 +92,8 @@ def _checked(where: str, field: str, name: str, item: Any) -> Any:
             fix = _FIX_NOISE if name.endswith("noise_fn") else ""
             text = dict(where=where, field=field, name=name, value=item, fix=fix)
             raise TypeError(_MSG_FUNCTION.format(**text))
+        if item is not None and name.endswith("collect_quant_stat"):
+            raise ValueError(_MSG_COLLECT.format(where=where, field=field, name=name))
         return item
     if item is not None:
         if name == "sparsity_rule":

@@ -22,6 +22,12 @@ from fewbit.rules import QtRule, QuantizationRule
 from fewbit.trace import Program, TracedSite
 from fewbit.trace_shapes import product_letters
 
+_MSG_FLOAT_WEIGHT = (
+    "{site}: additional_qt_config[{name!r}] is None, which would leave the parameter '{leaf}' "
+    "float. Write weight_qtype=None in a rule for this path instead, or leave {name!r} out: the "
+    "weight then has the rule's weight_qtype."
+)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -149,6 +155,9 @@ def request(ts: TracedSite, rule: QuantizationRule, per_tensor: bool = False) ->
         scale_dtype=rule.scale_dtype,
     )
     fields |= forward_changes(rule, side)
+    if fields["qtype"] is None:
+        name = ("lhs", "rhs")[side] + "_qtype"
+        raise PlanError(_MSG_FLOAT_WEIGHT.format(site=ts.site.id, name=name, leaf=origin.leaf))
     shared = fields.pop("disable_channelwise_axes", False) or per_tensor
     tile = fields.pop("tile_size", rule.tile_size)
     place = f"{ts.site.id} ({_shape(origin.leaf_shape)} parameter '{origin.leaf}')"

@@ -20,6 +20,7 @@ from fewbit.decisions import (
     Decision,
     Leaf,
     Request,
+    activation_fields,
     decide,
     granularity_text,
     remembered,
@@ -176,7 +177,7 @@ def _row(
             runs_on="float",
             reason=reason,
         )
-    act = None if rule.act_qtype is None else qtype_name(rule.act_qtype)
+    act = _act_types(ts, rule)
     mode = None if act is None else _act_mode(ts, rule)
     text = granularity_text(stored.how) if stored else _act_granularity(rule)
     dlhs, drhs = provider.gradient_products(ts, rule, stored)
@@ -193,6 +194,14 @@ def _row(
         dlhs=dlhs,
         drhs=drhs,
     )
+
+
+def _act_types(ts: TracedSite, rule: QuantizationRule) -> str | None:
+    """The type of the activations, or both where a rule for training tells them apart."""
+    sides = [k for k in (0, 1) if k != weight_operand(ts)]
+    found = [activation_fields(rule, k)["qtype"] for k in sides]
+    names = ["float" if qtype is None else qtype_name(qtype) for qtype in found]
+    return None if set(names) == {"float"} else " x ".join(dict.fromkeys(names))
 
 
 def _act_mode(ts: TracedSite, rule: QuantizationRule) -> str:

@@ -207,6 +207,17 @@ class QtRule(QuantizationRule):
         self._check_delayed()
 
     @property
+    def quantizes_gradients(self) -> bool:
+        """Whether one of its two gradient products is quantized.
+
+        >>> QtRule(weight_qtype="int8", bwd_qtype="int8").quantizes_gradients
+        True
+        """
+        own = self.additional_qt_config or {}
+        types = [own.get(f"{side}_grad_qtype", self.bwd_qtype) for side in ("dlhs", "drhs")]
+        return types != [None, None]
+
+    @property
     def delays(self) -> bool:
         """Whether one of its ranges comes from a history.
 

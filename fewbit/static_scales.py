@@ -116,7 +116,13 @@ def static_sides(ts: TracedSite, rule: QuantizationRule | None) -> list[int]:
     if rule is None or not rule.act_static_scale or rule.switched_off or ts.site.op == "take":
         return []
     infos = (ts.site.lhs, ts.site.rhs)
-    return [k for k in (0, 1) if ts.sources[k] is None and should_quantize(infos[k].dtype)]
+    return [
+        k
+        for k in (0, 1)
+        if ts.sources[k] is None
+        and should_quantize(infos[k].dtype)
+        and activation_fields(rule, k)["qtype"] is not None
+    ]
 
 
 def scale_plan(ts: TracedSite, side: int, rule: QuantizationRule) -> ScalePlan:

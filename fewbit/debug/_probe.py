@@ -75,9 +75,12 @@ class Probe:
 
     def _activation(self, ts: TracedSite, side: int, operand: Any) -> QArray | None:
         rule = self.runner.decisions[ts.site.id].rule
-        if rule is None or rule.act_qtype is None or ts.site.op == "take":
+        if rule is None or ts.site.op == "take":
             return None
-        how = operand_how(ts, side, **activation_fields(rule, side))
+        fields = activation_fields(rule, side)
+        if fields["qtype"] is None:
+            return None
+        how = operand_how(ts, side, **fields)
         static = self.runner.static.of(ts, rule)
         if side in static:
             return quantize_static(operand, how, *static[side])

@@ -207,14 +207,15 @@ def _of_layers(ts: TracedSite, origin: Origin, array: Any) -> Any:
 
 
 def decibels(signal: Any, noise: Any) -> Any:
-    """A ratio of powers in dB, within 200 either way; no noise at all is 200.
+    """A ratio of powers in dB, within 200 either way; no noise at all is 200, NaN stays NaN.
 
     >>> decibels(jnp.float32(100), jnp.float32(1)), decibels(jnp.float32(1), jnp.float32(0))
     (Array(20., dtype=float32), Array(200., dtype=float32))
     """
     tiny = jnp.finfo(jnp.float32).tiny
     ratio = jnp.log10(jnp.maximum(signal, tiny)) - jnp.log10(jnp.maximum(noise, tiny))
-    return jnp.where(noise > 0, jnp.clip(10 * ratio, -MOST_DB, MOST_DB), MOST_DB)
+    found = jnp.where(noise == 0, MOST_DB, jnp.clip(10 * ratio, -MOST_DB, MOST_DB))
+    return jnp.where(jnp.isfinite(signal) & jnp.isfinite(noise), found, jnp.nan)
 
 
 def _per_layer(ts: TracedSite, metric: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -188,6 +188,9 @@ def _merged(
     return made, entry
 
 
-def _relative(part: jax.Array, whole: jax.Array) -> float:
-    size = float(jnp.linalg.norm(whole.reshape(-1)))
-    return float(jnp.linalg.norm(part.reshape(-1))) / size if size else math.inf
+def _relative(part: jax.Array, whole: jax.Array) -> Any:
+    """A number; inside a transformation of JAX one that is still to be computed."""
+    error, size = (jnp.linalg.norm(x.reshape(-1)) for x in (part, whole))
+    if isinstance(size, jax.core.Tracer):
+        return jnp.where(size > 0, error / size, jnp.inf)
+    return float(error) / float(size) if float(size) else math.inf

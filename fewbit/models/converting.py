@@ -32,6 +32,11 @@ _MSG_HISTORY = (
     "histories. Pass what training ended with: to_ptq(model, params, amax_history=histories), for "
     "Linen variables['_overwrite_with_gradient']."
 )
+_MSG_NO_DELAY = (
+    "to_ptq got an amax_history, but no rule of this model takes scales from the steps before "
+    "('delayed'), so nothing would read it. Leave it out, or convert the model that was trained "
+    "with it."
+)
 
 
 class Converted(NamedTuple):
@@ -94,6 +99,8 @@ def to_ptq(
     first = () if linen else (params,)
     made = plan(source, serving, *first, *inputs, methods=methods, strict=serving.strict, **kwargs)
     absmax: dict[str, Any] = {}
+    if amax_history is not None and not provider.delays:
+        raise ValueError(_MSG_NO_DELAY)
     if provider.delays:
         if amax_history is None:
             raise ValueError(_MSG_HISTORY)

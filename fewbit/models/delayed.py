@@ -23,6 +23,13 @@ _MSG_EMPTY = (
     "scale to serve it with. Pass the histories that came out of the last training step, not those "
     "of init."
 )
+_OWN_METHODS = ("lhs_calibration_method", "rhs_calibration_method")
+_MSG_OWN_METHOD = (
+    "{rule!r} trains one operand with a delayed range and another with a method of its own "
+    "(additional_qt_config[{name!r}]). What serves has static ranges for all activations of a rule "
+    "or for none. Give these products a rule each, or quantize the trained parameters with rules "
+    "for serving: quantize_params(params, fewbit.plan(model, rules, *inputs))."
+)
 
 
 def serving_rule(rule: QuantizationRule) -> QuantizationRule:
@@ -38,6 +45,10 @@ def serving_rule(rule: QuantizationRule) -> QuantizationRule:
         return rule
     changes: dict[str, Any] = {}
     if history_length(rule.act_calibration_method) is not None and rule.act_qtype is not None:
+        given = getattr(rule, "additional_qt_config", None) or {}
+        own = [name for name in _OWN_METHODS if name in given]
+        if own:
+            raise ValueError(_MSG_OWN_METHOD.format(rule=rule, name=own[0]))
         changes |= dict(act_calibration_method="absmax", act_static_scale=True)
     for name in ("weight_calibration_method", "bwd_calibration_method"):
         if history_length(getattr(rule, name)) is not None:

@@ -227,13 +227,14 @@ def activation_hows(
     rule: QuantizationRule | None, operands: Sequence[Any], how_for: Callable[..., HowToQuantize]
 ) -> Hows:
     """How to quantize each operand that is not a stored weight; None leaves it as it is."""
-    if rule is None or rule.weight_qtype is None or rule.act_qtype is None:
+    if rule is None or rule.weight_qtype is None:
         return (None,) * len(operands)
+    fields = [activation_fields(rule, i) for i in range(len(operands))]
     return tuple(
-        how_for(i == 0, **activation_fields(rule, i))
-        if not isinstance(x, QArray) and should_quantize(x.dtype)
-        else None
-        for i, x in enumerate(operands)
+        None
+        if own["qtype"] is None or isinstance(x, QArray) or not should_quantize(x.dtype)
+        else how_for(i == 0, **own)
+        for i, (x, own) in enumerate(zip(operands, fields, strict=True))
     )
 
 

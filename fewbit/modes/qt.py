@@ -20,7 +20,7 @@ from fewbit.modes.qt_config import qt_config
 from fewbit.modes.qt_described import gradient_products, idle_settings
 from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
-from fewbit.qarray import HowToQuantize, dequantize, quantize_with
+from fewbit.qarray import HowToQuantize, dequantize
 from fewbit.rules import QtRule, QuantizationRule, upgrade
 from fewbit.static_run import quantize_static
 from fewbit.training import (
@@ -31,6 +31,7 @@ from fewbit.training import (
     clip_gradient,
     dot_general_qt,
     einsum_qt,
+    pair,
 )
 from fewbit.training.conv_products import conv_general_qt
 from fewbit.training.delayed import quantize_delayed, seen
@@ -42,13 +43,18 @@ _MSG_HISTOGRAM = (
     "cannot be told. Write act_static_reduction='mean' to average it over batches, or make static "
     "scales after training: fewbit.calibrate."
 )
+_MSG_EMULATED = (
+    "{rule!r}: with emulate=True rounded floats are multiplied, and their gradients are float, but "
+    "this rule quantizes gradients. Leave emulate out, or bwd_qtype (and the types of gradients in "
+    "additional_qt_config)."
+)
 
 
 class QtProvider(QuantizationProvider):
     """Quantize a model while it trains, as `QtRule`s say.
 
-    `emulate=True` rounds the operands and multiplies floats (fake quantization); otherwise the
-    forward pass runs the very op that serves after training.
+    `emulate=True` rounds the operands and multiplies floats (fake quantization), with float
+    gradients; otherwise the forward pass runs the very op that serves after training.
 
     >>> import fewbit, jax, jax.numpy as jnp
     >>> rules = [fewbit.QtRule(weight_qtype='int8', act_qtype='int8', bwd_qtype='int8')]
@@ -68,8 +74,8 @@ class QtProvider(QuantizationProvider):
         strict: bool = True,
         emulate: bool = False,
     ):
-        super().__init__(rules, disable_jit=disable_jit, strict=strict)
         self.emulate = emulate
+        super().__init__(rules, disable_jit=disable_jit, strict=strict)
         self.collects = any(rule.act_static_scale for rule in self.rules)
         self.delays = any(getattr(rule, "delays", False) for rule in self.rules)
         self.draws_noise = any(
@@ -82,6 +88,8 @@ class QtProvider(QuantizationProvider):
 
     def _init_rule(self, rule: Any) -> QuantizationRule:
         rule = upgrade(super()._init_rule(rule), QtRule)
+        if self.emulate and rule.quantizes_gradients:
+            raise ValueError(_MSG_EMULATED.format(rule=rule))
         method = rule.act_calibration_method
         if rule.act_static_scale and rule.act_static_reduction != "mean" and method is not None:
             if parse_method(method).name in ("percentile", "mse"):
@@ -235,16 +243,18 @@ class QtProvider(QuantizationProvider):
         """The quantized product, or the float one of rounded operands; says which."""
         here = current_site()
         hows = [_how(rule, x, k, how_for) for k, x in enumerate(operands)]
+        clip = not (rule.additional_qt_config or {}).get("disable_gradient_clipping", False)
         for k, scale in here.static.items() if here is not None else ():
-            q = quantize_static(jax.lax.stop_gradient(operands[k]), hows[k], *scale)
-            operands = [
-                Paired(clip_gradient(x, q), q) if j == k else x for j, x in enumerate(operands)
-            ]
-        operands, told = _delayed(operands, hows, rule)
+            x = operands[k]
+            q = quantize_static(jax.lax.stop_gradient(x), hows[k], *scale)
+            made = Paired(clip_gradient(x, q) if clip else x, q)
+            operands = [made if j == k else x for j, x in enumerate(operands)]
+        operands, told = _delayed(operands, hows, clip)
         if self.emulate:
             if here is not None:
                 here.report("emulated")
-            out = float_product(*map(_rounded, operands, hows))
+            pairs = zip(operands, hows, strict=True)
+            out = float_product(*(_rounded(x, how, clip) for x, how in pairs))
         else:
             if here is not None:
                 here.report(describe(*map(_seen, operands, hows)))
@@ -255,13 +265,12 @@ class QtProvider(QuantizationProvider):
 
 
 def _delayed(
-    operands: Sequence[Any], hows: Sequence[Any], rule: QtRule
+    operands: Sequence[Any], hows: Sequence[Any], clip: bool
 ) -> tuple[Sequence[Any], tuple[dict[str, Any], dict[str, Any]]]:
     """Operands with delayed scales as pairs; the ranges of these, and what this step has seen."""
     here, result = current_site(), list(operands)
     ranges: dict[str, Any] = {}
     amax: dict[str, Any] = {}
-    clip = not (rule.additional_qt_config or {}).get("disable_gradient_clipping", False)
     for k, name in enumerate(("lhs", "rhs")):
         if here is None or name not in here.delayed or hows[k] is None:
             continue
@@ -293,14 +302,13 @@ def _how(rule: QtRule, operand: Any, side: int, how_for: Callable[..., Any]) -> 
     return None if fields["qtype"] is None else how_for(side == 0, **fields)
 
 
-def _rounded(operand: Any, how: Any) -> jax.Array:
-    if isinstance(operand, Paired):
-        array, q = operand.array, operand.quantized
-    elif how is None:
-        return operand
-    else:
-        array, q = operand, quantize_with(jax.lax.stop_gradient(operand), how)
-    return straight_through(dequantize(q, array.dtype), array)
+def _rounded(operand: Any, how: Any, clip: bool) -> jax.Array:
+    if not isinstance(operand, Paired):
+        if how is None:
+            return operand
+        operand = pair(operand, how, clip=clip)
+    array = operand.array
+    return straight_through(dequantize(operand.quantized, array.dtype), array)
 
 
 def _seen(operand: Any, how: Any) -> Any:

@@ -83,7 +83,7 @@ def run(
     quantized = tuple(p.quantized for p in pairs)
     if config.quantizes_gradients:
         return _with_quantized_gradients(product, arrays, quantized, config, rest)
-    if quantized == (None, None):
+    if all(q is None for q in quantized):
         return product.forward(*arrays, *rest)
     return _straight_through(product, arrays, quantized, rest)
 
@@ -214,7 +214,9 @@ def _residual_kind(
 ) -> str:
     """What the gradient of `side` multiplies with: 'shift', 'as is' or 'float'."""
     q = quantized[1 - side]
-    if config.gradient(side).qtype is None or config.use_original_residuals or q is None:
+    if config.gradient(side).qtype is None or config.use_original_residuals:
+        return "float"
+    if not isinstance(q, QArray):  # no codes: the float array itself, or sums of codes
         return "float"
     row = format_of(q.qtype)
     if row.kind == "table" or row.tile is not None or q.zero_point is not None:

@@ -34,6 +34,18 @@ _MSG_CONV_FORMAT = (
 )
 
 
+_MSG_CONFIG = (
+    "{op} is configured by a {kind}, got {found!r}. Write for instance "
+    "{kind}(lhs_qtype='int8', rhs_qtype='int8')."
+)
+
+
+def check_config(op: str, kind: type, config: Any) -> None:
+    """Raise for a config that is none."""
+    if not isinstance(config, DotGeneralQtConfig):
+        raise TypeError(_MSG_CONFIG.format(op=op, kind=kind.__name__, found=config))
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientSettings:
     """The fields of one gradient product, without its prefix."""

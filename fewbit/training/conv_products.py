@@ -22,7 +22,12 @@ from fewbit.ops.decision import is_constant
 from fewbit.ops.scaling import as_float, placed_like, scale_in
 from fewbit.qarray import HowToQuantize, QArray
 from fewbit.training._run import explicit_sharding, run
-from fewbit.training.configs import ConvGeneralQtConfig, GradientSettings, gradient_how
+from fewbit.training.configs import (
+    ConvGeneralQtConfig,
+    GradientSettings,
+    check_config,
+    gradient_how,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +165,7 @@ def conv_general_qt(
     >>> jax.grad(loss)(jnp.ones((4, 3, 3, 3))).shape
     (4, 3, 3, 3)
     """
+    check_config("conv_general_qt", ConvGeneralQtConfig, config)
     numbers = lax.conv_dimension_numbers(tuple(lhs.shape), tuple(rhs.shape), dimension_numbers)
     product = ConvProduct(
         numbers,

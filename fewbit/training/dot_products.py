@@ -18,7 +18,7 @@ from fewbit.ops.decision import is_constant
 from fewbit.ops.scaling import lay_out, make_spec, placed_like, scale_in, widen
 from fewbit.qarray import HowToQuantize, QArray, get_tile_shape
 from fewbit.training._run import run
-from fewbit.training.configs import DotGeneralQtConfig, GradientSettings, gradient_how
+from fewbit.training.configs import DotGeneralQtConfig, GradientSettings, check_config, gradient_how
 
 _MSG_TILE = (
     "{field}={tile!r} does not divide the gradient product of {op}: axis {axis} of its operand of "
@@ -271,6 +271,7 @@ def dot_general_qt(
     >>> jax.grad(loss)(jnp.ones((4, 3))).shape
     (4, 3)
     """
+    check_config("dot_general_qt", DotGeneralQtConfig, config)
     ndims = (lhs.ndim, rhs.ndim)
     product = DotProduct.make(
         dimension_numbers,

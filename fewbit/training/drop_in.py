@@ -41,6 +41,10 @@ _MSG_STATIC = (
     "{who}: act_static_scale=True needs ranges collected over steps, which a single layer does not "
     "keep. Use quantize_model(model, QtProvider(rules)), or leave act_static_scale out."
 )
+_MSG_SCALES = (
+    "{who}: scale_dtype={value!r} is for weights as they are stored; the scales of a single layer "
+    "have the type of its operands. Use quantize_model(model, QtProvider(rules)), or leave it out."
+)
 _MSG_DELAYED = (
     "{who}: the rule takes ranges from the steps before ('delayed'), and a function keeps nothing. "
     "Use what holds amax histories: in Linen nn.Dense(dot_general_cls=functools.partial("
@@ -194,6 +198,8 @@ def check_drop_in(
     rule = upgrade(config_or_rule, QtRule)
     if rule.act_static_scale:
         raise ValueError(_MSG_STATIC.format(who=who))
+    if rule.scale_dtype is not None:
+        raise ValueError(_MSG_SCALES.format(who=who, value=rule.scale_dtype))
     if rule.bwd_stochastic_rounding is not None and not has_key:
         raise ValueError(_MSG_NO_KEY.format(who=who, method=rule.bwd_stochastic_rounding))
     if rule.delays and not has_histories:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -12,9 +13,8 @@ from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
 from fewbit.ops.scaling import as_float, make_spec, operand, spec_of
 from fewbit.qarray import HowToQuantize
-from fewbit.straight import with_derivative
 from fewbit.training._run import run
-from fewbit.training.configs import DotGeneralQtConfig
+from fewbit.training.configs import DotGeneralQtConfig, check_config
 from fewbit.training.dot_products import DotProduct
 from fewbit.training.paired import Paired, pair
 
@@ -38,6 +38,7 @@ def einsum_qt(
     >>> einsum_qt('btd,dnh->btnh', jnp.ones((2, 3, 8)), jnp.ones((8, 2, 4)), config).shape
     (2, 3, 2, 4)
     """
+    check_config("einsum_qt", DotGeneralQtConfig, config)
     ndims = (lhs.ndim, rhs.ndim)
     hows = tuple(_how(einsum_str, ndims, side, config) for side in (0, 1))
     labels, out = granularity.split_subscripts(einsum_str, ndims)
@@ -99,28 +100,11 @@ def _as_pair(x: Any, how: HowToQuantize | None, config: DotGeneralQtConfig, side
 def _reduced(x: Paired, labels: str, narrow: list[str], kept: str) -> Paired:
     """The operand, quantized as it was given, with the axes `kept`: codes if none is summed."""
     if len(narrow) + len(kept) != len(labels):  # a letter is summed away, or a diagonal taken
-        return Paired(jnp.einsum(f"{labels}->{kept}", rounded(x)))
+        summed = functools.partial(jnp.einsum, f"{labels}->{kept}")
+        if x.quantized is None:
+            return Paired(summed(x.array))
+        numbers = as_float(operand(x.quantized), x.array.dtype)
+        return Paired(summed(x.array), jax.lax.stop_gradient(summed(numbers)))
     axes = tuple(map(labels.index, narrow))
     q = None if x.quantized is None else moves.squeeze(operand(x.quantized), axes)
     return Paired(jnp.squeeze(x.array, axes), q)
-
-
-def rounded(x: Paired) -> jax.Array:
-    """The numbers that the product sees, whose gradient goes to the array.
-
-    >>> from fewbit.qarray import quantize
-    >>> w = jnp.array([0.5, 1.0])
-    >>> rounded(Paired(w, quantize(w, 'int8', calibration_method='fixed,2')))
-    Array([0.5019608, 1.0039216], dtype=float32)
-    """
-    return x.array if x.quantized is None else _rounded(x.array, operand(x.quantized))
-
-
-@jax.custom_jvp
-def _rounded(array: jax.Array, q: Any) -> jax.Array:
-    return with_derivative(as_float(q, array.dtype), _rounded, array, q)
-
-
-@_rounded.defjvp
-def _rounded_tangent(primals: Any, tangents: Any) -> Any:
-    return _rounded(*primals), tangents[0]

@@ -34,9 +34,10 @@ CHECKPOINT_NAME = "fewbit_quantized"
 class Paired:
     """An operand of a training product.
 
-    `array` gets the gradient; `quantized` is what the product sees, or None where it sees the
-    array itself. The array's gradient is not clipped by the product: whoever makes a pair with
-    scales that clip gives `clip_gradient(array, quantized)`, as `pair` does.
+    `array` gets the gradient; `quantized` is what the product sees (codes, or numbers made of
+    codes), or None where it sees the array itself. The array's gradient is not clipped by the
+    product: whoever makes a pair with scales that clip gives `clip_gradient(array, quantized)`, as
+    `pair` does.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize

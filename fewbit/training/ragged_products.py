@@ -19,7 +19,7 @@ from fewbit.ops.decision import is_constant
 from fewbit.ops.scaling import placed_like, scale_in, widen
 from fewbit.qarray import HowToQuantize, QArray
 from fewbit.training._run import explicit_sharding, run
-from fewbit.training.configs import GradientSettings, RaggedDotQtConfig, gradient_how
+from fewbit.training.configs import GradientSettings, RaggedDotQtConfig, check_config, gradient_how
 from fewbit.training.dot_products import check_even_tiles
 
 # The axes of each operand: rows (M, K), experts (G, K, N).
@@ -131,6 +131,7 @@ def ragged_dot_qt(
     >>> jax.grad(loss)(jnp.ones((2, 4, 3))).shape
     (2, 4, 3)
     """
+    check_config("ragged_dot_qt", RaggedDotQtConfig, config)
     hows = [
         None
         if config.operand(side)["qtype"] is None
