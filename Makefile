@@ -105,6 +105,7 @@ format: .venv  ## rewrite the sources as `lint` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: export KERAS_BACKEND := jax
 docs: .venv  ## the pages in docs/ and the API from its docstrings, into docs/_site
 	$(BIN)/python docs/build.py
 

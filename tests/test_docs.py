@@ -5,6 +5,7 @@ import io
 import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import jax
@@ -69,3 +70,14 @@ def test_the_table_of_formats_is_the_library_s():
         (name, str(row.bits), str(row.storage), f"{bits_per_weight(name, groups[name]):g}")
         for name, row in FORMATS.items()
     ]
+
+
+@pytest.mark.long
+def test_the_site_is_built_without_settings_of_ones_own():
+    """`make docs`, where no Keras backend has been chosen."""
+    settings = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    done = subprocess.run(
+        ["make", "docs"], cwd=ROOT, env=settings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.search(r"docs/_site: \d+ pages, \d+ modules", done.stdout)
