@@ -184,6 +184,10 @@ REFUSED = {
         lambda: fewbit.to_ptq(trained(**INT8), PARAMS, None, X, amax_history={"a": 1}),
         "got an amax_history, but no rule",
     ),
+    "a word for pack": (
+        lambda: fewbit.to_ptq(trained(**INT8), PARAMS, None, X, pack="yes"),
+        "to_ptq: pack must be True or False, got 'yes'",
+    ),
     "no config": (
         lambda: fewbit.dot_general_qt(X, PARAMS["w"], (((1,), (0,)), ((), ())), None),
         "dot_general_qt is configured by a DotGeneralQtConfig, got None",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fewbit._plan import Plan
+from fewbit._rule_checks import check_bool
 from fewbit.layouts import unpack
 from fewbit.models import front_end, is_keras, plan, quantize_model
 from fewbit.models.delayed import by_name as _by_name
@@ -78,6 +79,7 @@ def to_ptq(
     >>> bool((served.model(served.params, x) == f(params, x)).all())
     True
     """
+    check_bool("to_ptq", "pack", pack)
     kind = front_end(model)
     if is_keras(model):
         return kind.to_ptq(model, *((params,) if params is not None else ()), pack=pack, **kwargs)

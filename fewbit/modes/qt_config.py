@@ -61,9 +61,7 @@ class _NoKey:
 
 def _noise(rule: QtRule) -> dict[str, Any]:
     """One function for each gradient: their noise is independent."""
-    own = rule.additional_qt_config or {}
-    types = [rule.bwd_qtype, own.get("dlhs_grad_qtype"), own.get("drhs_grad_qtype")]
-    if rule.bwd_stochastic_rounding is None or types == [None] * 3:
+    if rule.bwd_stochastic_rounding is None or not rule.quantizes_gradients:
         return {}
     here = current_site()
     key = None if here is None else jax.random.key(0) if here.planning else here.noise

@@ -49,9 +49,7 @@ def idle_settings(number: int, rule: QuantizationRule) -> list[str]:
     >>> print(*idle_settings(0, QtRule(weight_qtype='int8', bwd_stochastic_rounding='uniform')))
     rule 0: bwd_stochastic_rounding='uniform' acts on nothing, gradients are float (bwd_qtype=None)
     """
-    own = getattr(rule, "additional_qt_config", None) or {}
-    quantized = [own.get(f"{side}_grad_qtype") for side in ("dlhs", "drhs")]
-    if not isinstance(rule, QtRule) or rule.bwd_qtype is not None or any(quantized):
+    if not isinstance(rule, QtRule) or rule.quantizes_gradients:
         return []
     idle = ("bwd_stochastic_rounding", "bwd_weight_grad_tile_size")
     return [
