@@ -72,15 +72,18 @@ def of_function(rule, **options):
     return jax.jit(model)(params, X), jax.jit(served.model)(served.params, X)
 
 
-def keras_model(rule):
+def keras_model(rule, dtype=None):
     keras.utils.set_random_seed(0)
-    layers = [keras.layers.Dense(2 * WIDE, activation="relu"), keras.layers.Dense(WIDE)]
+    layers = [
+        keras.layers.Dense(2 * WIDE, activation="relu", dtype=dtype),
+        keras.layers.Dense(WIDE, dtype=dtype),
+    ]
     model = keras.Sequential([keras.Input((WIDE,)), *layers])
     return fewbit.quantize_model(model, QtProvider([rule]))
 
 
-def of_keras(rule, **options):
-    model = keras_model(rule)
+def of_keras(rule, dtype=None, **options):
+    model = keras_model(rule, dtype)
     x = np.asarray(X)
     trained = model.predict(x, verbose=0)
     served = fewbit.to_ptq(model, progress=False, **options)
@@ -95,6 +98,14 @@ FRONT_ENDS = [of_linen, of_nnx, of_function, of_keras]
 def test_the_forward_pass_is_that_of_training(name, front_end):
     trained, served = front_end(RULES[name])
     assert float(jnp.abs(trained).max()) > 0.1
+    np.testing.assert_array_equal(served, trained)
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("name", RULES)
+def test_mixed_precision_of_keras_changes_nothing_of_that(name, policy):
+    trained, served = of_keras(RULES[name], policy)
+    assert trained.dtype == served.dtype == policy.removeprefix("mixed_")
     np.testing.assert_array_equal(served, trained)
 
 
@@ -115,9 +126,10 @@ def layouts(model):
     }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("pack", [False, True])
-def test_a_saved_keras_model_stays_as_it_was_made(pack, tmp_path):
-    model = fewbit.to_ptq(keras_model(RULES["int4_groups"]), pack=pack, progress=False)
+def test_a_saved_keras_model_stays_as_it_was_made(pack, dtype, tmp_path):
+    model = fewbit.to_ptq(keras_model(RULES["int4_groups"], dtype), pack=pack, progress=False)
     assert ("panels" in layouts(model)) == pack
     model.save(tmp_path / "served.keras")
     loaded = keras.models.load_model(tmp_path / "served.keras")

@@ -81,8 +81,7 @@ def to_ptq(
     Static scales are those that training ended with. `calib_function`, that of `quantize_model`,
     measures them anew; `rules` replace those of training, for instance to make activations static
     that were not, and need it then. With the rules and ranges of training the forward pass is that
-    of training, bit for bit, unless a mixed precision policy rounds weights before they are
-    quantized in training. `pack=True` stores the weights as this machine's kernels read them:
+    of training, bit for bit. `pack=True` stores the weights as this machine's kernels read them:
     faster, and where floats are summed (groups, fp8) in another order.
 
     >>> import fewbit, keras, numpy as np

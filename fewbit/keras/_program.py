@@ -14,6 +14,7 @@ from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
 from fewbit.keras._attention import attention_way, is_attention, sublayer_scopes
+from fewbit.keras._autocast import as_called, held_values
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
@@ -87,11 +88,14 @@ class LayerProgram:
                 return ScaleName(f"{self.path}/{key[1].key}")
             return None
 
-        values = [_abstract(v) if abstract else v.value for v in others]
+        values = list(map(_abstract, others)) if abstract else held_values(others)
         masks = {} if abstract else masks_of((args, kwargs))
         dynamic, call = split_call((values, stored, args, kwargs, scales, masks, noise), name)
+        # Variables look the same outside of a call and inside of it, and are cast only inside.
+        seen = tuple(v.dtype for v in [*others, *hollow.values()])
         runner = self._runners.get(
-            lambda: (call.key, method), lambda: self._runner(call, others, hollow, method)
+            lambda: (call.key, method, abstract, seen),
+            lambda: self._runner(call, others, hollow, method, abstract),
         )
         return runner, dynamic, others
 
@@ -117,6 +121,7 @@ class LayerProgram:
         others: list[keras.Variable],
         hollow: dict[str, keras.Variable],
         method: str,
+        abstract: bool,
     ) -> Runner:
         float_call = with_adapter(self.layer, self.float_call)
 
@@ -125,8 +130,9 @@ class LayerProgram:
             set_masks((args, kwargs), masks)
             mapping = [*zip(others, values, strict=True)]
             mapping += [(v, stored[name]) for name, v in hollow.items()]
-            with keras.StatelessScope(state_mapping=mapping) as scope:
-                before = [scope.get_current_value(v) for v in others]
+            with keras.StatelessScope() as scope:
+                for update in mapping:  # its own argument `state_mapping` would cast them
+                    scope.add_update(update)
                 with (
                     jax.named_scope(scope_name(self.path, type(self.layer).__name__)),
                     sublayer_scopes(self.layer),
@@ -136,14 +142,17 @@ class LayerProgram:
                 after = [scope.get_current_value(v) for v in others]
             changed = {
                 k: new
-                for k, (old, new) in enumerate(zip(before, after, strict=True))
+                for k, (old, new) in enumerate(zip(values, after, strict=True))
                 if new is not old
             }
             return out, changed, masks_of((args, kwargs)), masks_of(out)
 
+        def planned(dynamic: list[Any]) -> Any:
+            return as_called(self.layer, lambda: pure(dynamic))
+
         what = f"Layer '{self.path}' ({type(self.layer).__name__})"
         return Runner(
-            pure,
+            planned if abstract else pure,
             self.provider,
             lambda key: call.names[key[0].idx],
             method=method,
