@@ -1,4 +1,4 @@
-"""A peer library in its own process and environment, called one product at a time.
+"""A peer library in its own process and environment, called one kernel at a time.
 
 The peer's script answers lines of JSON (bench/peers/_serve.py), so its calls take turns with ours
 in the same rounds although it shares no environment with us. It measures its seconds itself.
@@ -12,8 +12,6 @@ import subprocess
 import sys
 import time
 from typing import Any
-
-from _measure import Shape
 
 PAUSE = 0.01
 SCRIPTS = pathlib.Path(__file__).with_name("peers")
@@ -33,19 +31,19 @@ class Remote:
         self.versions: dict[str, str] = self._ask({"what": "versions"})
 
     @classmethod
-    def all_of(cls, python: str) -> list[Remote]:
-        """Every peer whose script starts; one that does not is named and left out."""
+    def all_of(cls, python: str, subject: str) -> list[Remote]:
+        """Every peer of a subject whose script starts; one that does not is named and left out."""
         found = []
-        for script in sorted(SCRIPTS.glob("[a-z]*.py")):
+        for script in sorted(SCRIPTS.glob(f"[a-z]*_{subject}.py")):
             try:
                 found.append(cls(python, script))
             except RuntimeError as error:
                 print(f"left out: {error}", file=sys.stderr)
         return found
 
-    def prepare(self, shape: Shape) -> dict[str, int]:
+    def prepare(self, task: Any) -> dict[str, int]:
         """Builds the peer's kernels for a shape: their names and the bytes of their weights."""
-        return self._ask({"what": "prepare", "shape": list(shape)})
+        return self._ask({"what": "prepare", "task": task})
 
     def call(self, name: str) -> float:
         """Seconds of one call, after which the peer's threads get the time to stop spinning."""

@@ -229,7 +229,7 @@ def main() -> None:
     if not info.native:
         print(f"no native kernels: {info.missing}", file=sys.stderr)
     facts = _measure.machine(isa=info.isa, versions=_measure.versions("jax", "jaxlib", "numpy"))
-    remotes = Remote.all_of(args.peers) if args.peers else []
+    remotes = Remote.all_of(args.peers, "products") if args.peers else []
     facts["versions"] |= {k: v for r in remotes for k, v in r.versions.items()}
     results: dict[str, Any] = {}
     peaks: dict[str, int] = {}

@@ -1,7 +1,8 @@
 """The other end of bench/_remote.py: a peer's kernels, built and called on request.
 
-A peer's script hands over `kernels(shape, weight, x) -> {name: (call, bytes of the weight)}`. Run
-alone, it measures itself against its own float32 in the same kind of rounds.
+A script of products hands over `kernels(shape, weight, x) -> {name: (call, bytes of the weight)}`.
+Run alone, it measures itself against its own float32 in the same kind of rounds. Other scripts
+build their calls themselves and hand them to `serve`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import _measure
 from _measure import Shape as Shape
 from _measure import machine as machine
 from _measure import threads as threads
+from _measure import versions as versions_of
 
 Kernels = dict[str, tuple[Callable[[], Any], int]]
 Builder = Callable[[Shape, np.ndarray, np.ndarray], Kernels]
@@ -54,9 +56,9 @@ def main(builder: Builder, base: str, *packages: str) -> None:
     parser.add_argument("--shapes", nargs="+")
     args = parser.parse_args()
     if args.serve:
-        serve(builder, packages)
+        serve(lambda task: build(builder, Shape(*task)), versions_of(*packages))
         return
-    print(_measure.versions(*packages))
+    print(versions_of(*packages))
     for shape in _measure.chosen_shapes(args.shapes):
         if shape.back:
             continue
@@ -66,7 +68,8 @@ def main(builder: Builder, base: str, *packages: str) -> None:
             print(f"{shape!s:24}{name:36}{numbers['ms']:10.3f} ms{numbers['speed']:8.2f}x")
 
 
-def serve(builder: Builder, packages: tuple[str, ...]) -> None:
+def serve(prepare: Callable[[Any], Kernels], versions: dict[str, str]) -> None:
+    """Answers until its input ends; `prepare` makes the calls that are then asked for by name."""
     # Libraries print to standard output; the answers keep the pipe for themselves.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -74,10 +77,10 @@ def serve(builder: Builder, packages: tuple[str, ...]) -> None:
     for line in sys.stdin:
         question = json.loads(line)
         if question["what"] == "versions":
-            answer: Any = _measure.versions(*packages)
+            answer: Any = versions
         elif question["what"] == "prepare":
             kernels = {}
-            kernels = build(builder, Shape(*question["shape"]))
+            kernels = prepare(question["task"])
             answer = {name: size for name, (_, size) in kernels.items()}
         else:
             call = kernels[question["name"]][0]
