@@ -17,8 +17,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many tests start processes of their own: what one has compiled of Python the next should find.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help .venv .venv-peers .venv-bench-peers demo test test-all test-native test-sanitized bench bench-peers \
-  lint format docs wheel clean
+.PHONY: help .venv .venv-peers .venv-bench-peers .venv-bench-llama demo test test-all test-native test-sanitized \
+  bench bench-peers bench-llama lint format docs wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -48,6 +48,14 @@ help:  ## list the targets
 .venv-bench-peers/.made: bench/peers/requirements.txt
 	test -x .venv-bench-peers/bin/python || $(PYTHON) -m venv .venv-bench-peers
 	.venv-bench-peers/bin/python -m pip install --quiet -r bench/peers/requirements.txt
+	touch $@
+
+# Compiles llama.cpp for this CPU: some ten minutes.
+.venv-bench-llama: .venv-bench-llama/.made  ## the environment of llama.cpp
+
+.venv-bench-llama/.made: bench/peers/requirements-llama.txt
+	test -x .venv-bench-llama/bin/python || $(PYTHON) -m venv .venv-bench-llama
+	.venv-bench-llama/bin/python -m pip install --quiet -r bench/peers/requirements-llama.txt
 	touch $@
 
 demo: .venv  ## a small model, quantized
@@ -95,6 +103,10 @@ bench: .venv  ## every measurement in bench/, one after the other
 
 bench-peers: .venv .venv-bench-peers  ## products beside OpenVINO, ONNX Runtime and torchao
 	PYTHONPATH=. $(BIN)/python bench/products.py --peers .venv-bench-peers/bin/python
+
+bench-llama: .venv .venv-bench-llama  ## a Gemma3 generating beside llama.cpp
+	PYTHONPATH=. $(BIN)/python bench/keras_generate.py --peers .venv-bench-llama/bin/python
+	.venv-bench-llama/bin/python bench/peers/llama_cpp_generate.py
 
 lint: .venv  ## formatting, lint rules, types
 	$(BIN)/ruff format --check .

@@ -4,8 +4,10 @@ Random weights, a prompt of 32 tokens, 128 new ones. `KerasHub` rows use its own
 `ours` fewbit.keras.GreedySampler, `int8 cache` also fewbit.keras.quantize_kv_cache. Every row
 generates once per round; speeds are medians of per-round ratios against float32 with KerasHub's
 sampler. The time includes the pass over the prompt. Weights are the bytes of all variables.
+`--peers` adds llama.cpp on random weights of the same shapes, in its own process and float16 cache.
 
     python bench/keras_generate.py [--small] [--budget 120] [--only int8]
+    python bench/keras_generate.py --peers .venv-bench-llama/bin/python   # `make bench-llama`
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import jax
 import keras
 import keras_hub
 import numpy as np
+from _remote import Remote
 
 import fewbit
 import fewbit.keras
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="types with one of the words")
     parser.add_argument("--new", type=int, default=NEW, help="tokens generated per call")
     parser.add_argument("--budget", type=float, default=120.0, help="seconds of rounds")
+    parser.add_argument("--peers", metavar="PYTHON", help="interpreter of .venv-bench-llama")
     args = parser.parse_args()
     shape = "2 layers" if args.small else "270m"
     given = inputs(args.new, _random_models.GEMMA3[shape]["vocabulary_size"])
@@ -98,10 +102,22 @@ def main() -> None:
         for sampler, call in generators(model, given).items():
             calls[f"{kind} {sampler}"] = call
             weights[f"{kind} {sampler}"] = size
+    task = {
+        "config": _random_models.GEMMA3[shape],
+        "prompt": given["token_ids"][0, :PROMPT].tolist(),
+        "new": args.new,
+    }
+    remotes = Remote.all_of(args.peers, "generate") if args.peers else []
+    for remote in remotes:
+        for name, size in remote.prepare(task).items():
+            calls[name], weights[name] = functools.partial(remote.call, name), size
     info = fewbit.kernels.info()
     packages = _measure.versions("jax", "jaxlib", "keras", "keras-hub")
+    packages |= {k: v for remote in remotes for k, v in remote.versions.items()}
     facts = _measure.machine(isa=info.isa, versions=packages)
     times = _measure.interleave(calls, budget=args.budget, least=2 if args.small else 3)
+    for remote in remotes:
+        remote.close()
     facts["load"].append(_measure.load())
     rows = _measure.summary(times, BASE)
     for name, row in rows.items():
@@ -122,7 +138,7 @@ def main() -> None:
     print(text)
     if args.small or args.only or args.new != NEW:
         return
-    name = f"keras-generate-{info.isa}"
+    name = f"keras-generate-{info.isa}" + "-peers" * bool(remotes)
     whole = {"machine": facts, "prompt": PROMPT, "new": args.new, "rows": rows}
     print(f"written: {_measure.write(name, whole).name}; {_page.put(name, text)}")
 
