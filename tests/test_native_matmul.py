@@ -329,7 +329,8 @@ def test_what_is_not_finite_stays_in_its_row(bad, name):
             assert np.isnan(result[1]).all()
             assert np.isfinite(np.delete(result, 1, 0)).all()
         result = np.asarray(weight.times(x))
-        want = x.astype(np.float64) @ weight.values
+        with np.errstate(invalid="ignore"):  # infinity times a code of zero, in some BLAS libraries
+            want = x.astype(np.float64) @ weight.values
         if np.isnan(bad):
             assert np.isnan(result[1]).all()
         else:

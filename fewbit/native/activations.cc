@@ -147,8 +147,11 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
                         : ScaleAt(m.x_scale, m.x_scale_type, from * a.scale_columns + g);
       }
     } else {
-      float* x = a.row + index * padded;
-      RowOfFloats(m, r, x);
+      const float* x = static_cast<const float*>(m.x) + r * m.k;
+      if (m.x_type == Element::kBf16) {
+        x = a.row + index * padded;
+        RowOfFloats(m, r, a.row + index * padded);
+      }
       kernels.quantize_row({x, m.k, group, m.x_type == Element::kBf16, row, scales});
     }
     std::memset(row + m.k, 0, static_cast<size_t>(padded - m.k));
@@ -174,7 +177,7 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
       for (int64_t k = plan.segment_quads[s] * 4; k < plan.segment_quads[s + 1] * 4; ++k) {
         sum += row[k];
       }
-      a.sums[r * plan.segments() + s] = static_cast<int32_t>(static_cast<uint32_t>(sum) * zero);
+      a.sums[r * plan.segments() + s] = static_cast<int32_t>(0u - static_cast<uint32_t>(sum) * zero);
     }
   }
   kernels.pack_codes(codes, padded, tile.rows, plan.quads, plan.words,

@@ -179,7 +179,7 @@ class CodesRun {
 
   struct Packed {
     int32_t* words;   // [entries][tiles of [quad][words][rows]]
-    int32_t* sums;    // [entries][rows], times the zero
+    int32_t* sums;    // [entries][rows], as in matmul_kernels.h
   };
 
   void Tiled() const {
@@ -252,7 +252,7 @@ class CodesRun {
     }
     int32_t* sums = packed.sums + entry * row_count_ + first_row;
     for (int64_t r = 0; r < rows; ++r) {
-      sums[r] = static_cast<int32_t>(static_cast<uint32_t>(sums[r]) * uint32_t{kZero});
+      sums[r] = static_cast<int32_t>(0u - static_cast<uint32_t>(sums[r]) * uint32_t{kZero});
     }
   }
 
@@ -276,7 +276,7 @@ class CodesRun {
     int32_t* partial = reinterpret_cast<int32_t*>(scratch);
     float* scales = reinterpret_cast<float*>(partial + sums);
     uint8_t* codes = reinterpret_cast<uint8_t*>(scales + kPanel);
-    const IntSpace space{nullptr, partial, scales, nullptr,
+    const IntSpace space{nullptr, 0, partial, scales, nullptr,
                          reinterpret_cast<int32_t*>(codes + bytes)};
     const IntRows packed_rows{packed.words + entry * row_count_ * plan.quads * plan.words,
                               packed.sums + entry * row_count_, ones.data(), 0, first_row};

@@ -71,7 +71,7 @@ void SumSegments(const Plan& plan, const int16_t* digits, uint32_t zero, int32_t
     for (int64_t k = plan.segment_quads[s] * 4; k < plan.segment_quads[s + 1] * 4; ++k) {
       sum += digits[k];
     }
-    sums[s] = static_cast<int32_t>(static_cast<uint32_t>(sum) * zero);
+    sums[s] = static_cast<int32_t>(0u - static_cast<uint32_t>(sum) * zero);
   }
 }
 

@@ -25,10 +25,12 @@ struct Avx2 : Avx2Tables {
 
   static constexpr int kFloatRows = 6, kFloatVectors = 1;
   static constexpr int kIntRows = 6, kIntVectors = 1;
+  static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamVectors = 4;
   static constexpr int kDotRows = 3, kDotLanes = 8;
   static constexpr bool kPanelIsUnpacked = false;
+  static constexpr bool kWholePanels = false;
   static constexpr bool kOwnTable = true, kOwnTableDots = true;
 
   static I LoadI(const void* p) {

@@ -32,10 +32,12 @@ struct Portable {
 
   static constexpr int kFloatRows = 2, kFloatVectors = 1;
   static constexpr int kIntRows = 2, kIntVectors = 1;
+  static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 2;
   static constexpr int kStreamRows = 1, kStreamVectors = 1;
   static constexpr int kDotRows = 2, kDotLanes = 4;
   static constexpr bool kPanelIsUnpacked = false;
+  static constexpr bool kWholePanels = false;
   static constexpr bool kOwnTable = true, kOwnTableDots = false;
 
   static I LoadI(const void* p) { return Load<I>(p); }

@@ -83,12 +83,17 @@ class Run {
     alignas(64) float sums[kMaxStreamRows * kPanel];
     const size_t height = static_cast<size_t>(m_.rows * plan_.planes - 1);
     const int64_t padded = plan_.quads * 4;
+    const auto joined = kernels_.stream_planes[m_.format->bits - 1];
     if (plan_.integers) {
       const StreamInt stream{PanelAt(index), a_.words, plan_.quads * plan_.words,
                              a_.sums, a_.scales, a_.scale_columns,
                              plan_.scale_each, Raw(), sums};
-      kernels_.stream_int[m_.format->bits - 1][height](stream);
-      JoinPlanes(sums);
+      if (plan_.planes > 1 && joined != nullptr) {
+        joined(stream);
+      } else {
+        kernels_.stream_int[m_.format->bits - 1][height](stream);
+        JoinPlanes(sums);
+      }
     } else {
       kernels_.stream_float[m_.format->decoding][height]({PanelAt(index), a_.floats, padded, sums});
     }
@@ -101,9 +106,10 @@ class Run {
         std::min(begin + static_cast<size_t>(plan_.tiles_per_block), plan_.tiles.size());
     const int64_t first_row = plan_.tiles[begin].first_row;
     const int64_t rows = plan_.tiles[end - 1].first_row + plan_.tiles[end - 1].rows - first_row;
-    const Space space = TakeSpace(rows);
-    if (plan_.integers) {
-      std::fill(space.c, space.c + rows * kPanel, 0.0f);
+    const bool in_place = SumsAreResults(index);
+    Space space = TakeSpace(rows, in_place);
+    if (in_place) {
+      space.c = static_cast<float*>(m_.out) + first_row * m_.n + index * kPanel;
     }
     for (size_t p = 0; p < plan_.pieces.size(); ++p) {
       if (plan_.integers) {
@@ -112,7 +118,9 @@ class Run {
         FloatPiece(index, plan_.pieces[p], begin, end, first_row, p == 0, space);
       }
     }
-    Write(index, first_row, rows, Raw() ? reinterpret_cast<float*>(space.partial) : space.c);
+    if (!in_place) {
+      Write(index, first_row, rows, Raw() ? reinterpret_cast<float*>(space.partial) : space.c);
+    }
     ReleaseLargeScratch(Scratch::kBlock);
   }
 
@@ -133,8 +141,15 @@ class Run {
     }
   }
 
+  // Whether sums of integers are the results, in a whole panel, and are written once.
+  bool SumsAreResults(int64_t index) const {
+    return plan_.integers && plan_.pieces.size() == 1 && plan_.scale_each && m_.out_type == Element::kF32 && !m_.finishes() &&
+           m_.tensor_scale == 1.0f && (index + 1) * kPanel <= m_.n;
+  }
+
   struct Space {
-    float* c;           // [rows][64]
+    float* c;           // [rows][c_stride]
+    int64_t c_stride;
     int32_t* partial;   // [rows][64]
     float* scales;      // [segments of a piece][64]
     int32_t* zeros;
@@ -151,21 +166,22 @@ class Run {
     return panel;
   }
 
-  Space TakeSpace(int64_t rows) const {
+  // `in_place`: without sums.
+  Space TakeSpace(int64_t rows, bool in_place) const {
     size_t quads = 0, segments = 0;
     for (const Piece& piece : plan_.pieces) {
       quads = std::max(quads, static_cast<size_t>(piece.bounds.back() - piece.bounds.front()));
       segments = std::max(segments, piece.lengths.size());
     }
-    const size_t sums = static_cast<size_t>(rows) * kPanel * 4;
+    const size_t partial = static_cast<size_t>(rows) * kPanel * 4, sums = in_place ? 0 : partial;
     const size_t per_segment = segments * kPanel * 4;
     const size_t unpacked = quads * kPanel * 4 * static_cast<size_t>(plan_.words);
     char* at = static_cast<char*>(
-        ScratchBytes(Scratch::kBlock, 2 * sums + 2 * per_segment + unpacked));
-    return {reinterpret_cast<float*>(at), reinterpret_cast<int32_t*>(at + sums),
-            reinterpret_cast<float*>(at + 2 * sums),
-            reinterpret_cast<int32_t*>(at + 2 * sums + per_segment),
-            at + 2 * sums + 2 * per_segment};
+        ScratchBytes(Scratch::kBlock, sums + partial + 2 * per_segment + unpacked));
+    char* rest = at + sums + partial;
+    return {reinterpret_cast<float*>(at),  in_place ? m_.n : kPanel,
+            reinterpret_cast<int32_t*>(at + sums), reinterpret_cast<float*>(rest),
+            reinterpret_cast<int32_t*>(rest + per_segment), rest + 2 * per_segment};
   }
 
   Panel PanelOfPiece(int64_t index, const Piece& piece) const {
@@ -194,7 +210,7 @@ class Run {
   void IntPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
                 const Space& space) const {
     const IntRows rows{a_.words, a_.sums, a_.scales, a_.scale_columns, first_row};
-    const IntSpace ints{space.c, space.partial, space.scales, space.zeros,
+    const IntSpace ints{space.c, space.c_stride, space.partial, space.scales, space.zeros,
                         reinterpret_cast<int32_t*>(space.unpacked)};
     MultiplyIntPiece(kernels_, plan_, m_.format->bits, Raw(), PanelOfPiece(index, piece), piece,
                      begin, end, rows, ints);

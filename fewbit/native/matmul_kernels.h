@@ -47,8 +47,8 @@ struct Panel {
   ScaleType scale_type;
 };
 
-// Integer sums: u * a is summed, and a * (u - zero) is wanted. `sums` holds the sums of a, times
-// the shared zero unless the panel has zeros of its own. All of it modulo 2^32, which is exact
+// Integer sums: u * a is summed, and a * (u - zero) is wanted. `sums` holds the sums of -a, times
+// the shared zero unless the panel has zeros of its own: a sum may start with it. All of it modulo 2^32, which is exact
 // whenever the true value fits.
 
 // Few rows: the panel is read once, decoded on the way, and multiplied with all rows.
@@ -103,7 +103,9 @@ struct TileInt {
   int64_t a_scale_stride;
   bool scale_each;
   int32_t* partial;       // [rows][64]
-  float* c;               // [rows][64], added to
+  float* c;               // [rows][c_stride]
+  int64_t c_stride;
+  bool first;             // c holds nothing yet; else added to
   bool resume;            // the segment began in an earlier piece
   bool unfinished;        // the segment goes on in a later piece
   bool raw;               // the integer sums themselves, in `partial`
@@ -201,6 +203,7 @@ struct Kernels {
   int plane_rows;                   // integer rows that `stream_int` takes for rows of floats
   int float_rows, float_vectors;    // a tile of the float product; a strip has that many vectors
   int int_rows, int_vectors;
+  int group_rows;                   // of `tile_groups`; 0: there are none
   int dot_rows, dot_lanes;
   int words[9];                     // by bits: words per activation quad (and weight quad)
   bool panel_is_unpacked[9];        // by bits: a panel already is what `unpack_int` would make
@@ -209,10 +212,12 @@ struct Kernels {
                      int32_t* packed);
   void (*stream_float[kDecodings][kMaxStreamRows])(const StreamFloat&);
   void (*stream_int[8][kMaxStreamRows])(const StreamInt&);
+  void (*stream_planes[8])(const StreamInt&);  // of one row: out is [64]; or null
   void (*unpack_float[kDecodings])(const Unpack&);
   void (*unpack_int[8])(const Unpack&);
   void (*tile_float[kMaxTileRows])(const TileFloat&);
   void (*tile_int[8][kMaxTileRows])(const TileInt&);
+  void (*tile_groups[kMaxTileRows])(const TileInt&);  // whole segments, any number of bits
   void (*stream_dots[kDecodings][kMaxStreamRows])(const StreamDots&);
   void (*add_lanes[kDecodings])(const float* sums, int64_t quads, float* out);  // added to
   void (*unpack_dots[kDecodings])(const UnpackDots&);

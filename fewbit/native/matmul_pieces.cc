@@ -18,7 +18,7 @@ void MultiplyIntPiece(const Kernels& kernels, const Plan& plan, int bits, bool r
   }
   const int64_t columns = kernels.int_vectors * kLanes;
   ForTiles(plan, begin, end, columns, [&](const Tile& tile, int64_t column) {
-    const int64_t row = tile.first_row, local = (row - rows.first_row) * kPanel + column;
+    const int64_t row = tile.first_row, local = row - rows.first_row;
     TileInt args{};
     args.a = rows.words + (row * plan.quads + piece.bounds.front() * tile.rows) * plan.words;
     args.b = b + column * quads * plan.words;
@@ -32,12 +32,15 @@ void MultiplyIntPiece(const Kernels& kernels, const Plan& plan, int bits, bool r
     args.a_scale = rows.scales + row * rows.scale_columns;
     args.a_scale_stride = rows.scale_columns;
     args.scale_each = plan.scale_each;
-    args.partial = space.partial + local;
-    args.c = space.c + local;
+    args.partial = space.partial + local * kPanel + column;
+    args.c = space.c + local * space.c_stride + column;
+    args.c_stride = space.c_stride;
+    args.first = piece.first_segment == 0;
     args.resume = piece.resume;
     args.unfinished = piece.unfinished;
     args.raw = raw;
-    kernels.tile_int[bits - 1][tile.rows - 1](args);
+    const auto height = static_cast<size_t>(tile.rows - 1);
+    (plan.grouped ? kernels.tile_groups[height] : kernels.tile_int[bits - 1][height])(args);
   });
 }
 

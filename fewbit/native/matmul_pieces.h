@@ -36,7 +36,8 @@ struct IntRows {
 
 // The block's scratch.
 struct IntSpace {
-  float* c;               // [rows of the block][64]
+  float* c;               // [rows of the block][c_stride]
+  int64_t c_stride;
   int32_t* partial;       // [rows of the block][64]
   float* scales;          // [segments of a piece][64]
   int32_t* zeros;

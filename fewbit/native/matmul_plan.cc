@@ -11,9 +11,11 @@ constexpr int64_t kLongestSum = 65536 / 4;
 // The same for numbers of 15 bits (fixed_point.h), as 32-bit products of pairs.
 constexpr int64_t kLongestWideSum = 256 / 4;
 
-// A strip of 16 columns is then 32 KB of floats or of 16-bit numbers: a usual L1 cache.
+// A strip of 16 columns is then 32 KB of floats or of 16-bit numbers: a usual L1 cache. A whole panel
+// of bytes is 128 KB: a part of a usual L2 cache.
 constexpr int64_t kFloatPiece = 512 / 4;
 constexpr int64_t kIntPiece = 1024 / 4;
+constexpr int64_t kPanelPiece = 2048 / 4;
 
 // Rows of a block of work; their sums (256 bytes each) should stay in the L2 cache.
 constexpr int64_t kMostRows = 1024;
@@ -37,8 +39,9 @@ void CutSegments(const Matmul& m, Plan* plan) {
   plan->segment_quads.push_back(m.groups == 0 ? 0 : std::min(m.groups * length, plan->quads));
 }
 
-void CutPieces(Plan* plan) {
-  const int64_t most = plan->integers ? kIntPiece : kFloatPiece;
+void CutPieces(const Kernels& kernels, Plan* plan) {
+  const int64_t ints = kernels.int_vectors == kVectors ? kPanelPiece : kIntPiece;
+  const int64_t most = plan->integers ? ints : kFloatPiece;
   const auto& starts = plan->segment_quads;
   for (int64_t s = 0; s < plan->segments();) {
     if (starts[s + 1] - starts[s] >= most) {  // a long segment: parts of it
@@ -59,7 +62,9 @@ void CutPieces(Plan* plan) {
 }
 
 void CutRows(const Kernels& kernels, int64_t threads, const Matmul& m, Plan* plan) {
-  const int height = plan->integers ? kernels.int_rows : kernels.float_rows;
+  const int height = plan->grouped    ? kernels.group_rows
+                     : plan->integers ? kernels.int_rows
+                                      : kernels.float_rows;
   plan->tiles = CutTiles(m.rows, plan->stream ? 1 : height);
   const int64_t count = static_cast<int64_t>(plan->tiles.size());
   const int64_t blocks = RowBlocks(m.rows, plan->panels, threads);
@@ -119,7 +124,12 @@ Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int plan
   plan.quads = CeilDiv(m.k, kBlock) * kBlockQuads;
   plan.panels = CeilDiv(m.n, kPanel);
   CutSegments(m, &plan);
-  CutPieces(&plan);
+  CutPieces(kernels, &plan);
+  const bool whole = std::none_of(plan.pieces.begin(), plan.pieces.end(), [](const Piece& piece) {
+    return piece.resume || piece.unfinished;
+  });
+  plan.grouped = plan.integers && !plan.stream && plan.segments() > 1 && whole &&
+                 kernels.group_rows > 0 && m.out_type != Element::kS32;
   CutRows(kernels, threads, m, &plan);
   return plan;
 }

@@ -32,6 +32,7 @@ struct Tile {
 struct Plan {
   bool integers;           // exact sums of codes; else floats
   bool stream;             // few rows: no unpacking
+  bool grouped;            // many rows and short segments: tiles that keep their results
   bool scale_each;         // activation scales belong to the groups' sums
   int planes;              // rows of integers that a row of floats is made of, or 1
   bool folded;             // rows have a factor: fp8's bias, or what keeps sums in range

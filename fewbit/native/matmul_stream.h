@@ -152,6 +152,19 @@ __attribute__((noinline)) typename T::F Scale(const Panel& panel, int64_t group,
   return T::SetF(1.0f);
 }
 
+// The usual types are read in place: with groups of 32 a call would cost as much as the group.
+template <class T>
+FEWBIT_INLINE typename T::F UsualScale(const Panel& panel, int64_t group, int vector) {
+  const int64_t at = group * kPanel + vector * kLanes;
+  if (panel.scale_type == kScaleF16) {
+    return T::LoadHalf(panel.scale + at * 2);
+  }
+  if (panel.scale_type == kScaleF32) {
+    return T::LoadF(panel.scale + at * 4);
+  }
+  return Scale<T>(panel, group, vector);
+}
+
 // Four quads, the half block that starts at quad kFirst, of `kN` vectors from the first, for kRows.
 template <class T, int kDecoding, int kRows, int kN, int kFirst>
 FEWBIT_INLINE void FloatUnit(const uint8_t* block, const float* x, int64_t x_stride,

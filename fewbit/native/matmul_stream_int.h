@@ -79,8 +79,85 @@ FEWBIT_INLINE void FetchAhead(const uint8_t* block) {
   }
 }
 
+// All four vectors of a panel side by side: one pass over its bytes, sums and results in registers.
+// kJoined: the rows are planes of one (fixed_point.h), whose sums are one result.
+template <class T, int kBits, int kRows, bool kJoined>
+void StreamIntPanel(const StreamInt& s) {
+  constexpr int kWords = T::Words(kBits);
+  constexpr int kResults = kJoined ? 1 : kRows;
+  constexpr int64_t kBlockBytes = kBits * kPanel * 4;
+  const Panel& panel = s.panel;
+  typename T::F total[kResults][kVectors];
+  FEWBIT_UNROLL
+  for (int i = 0; i < kResults * kVectors; ++i) {
+    total[i / kVectors][i % kVectors] = T::SetF(0.0f);
+  }
+  for (int64_t segment = 0; segment < panel.segments; ++segment) {
+    const int64_t end = panel.segment_quads[segment + 1];
+    const int64_t group = panel.segment_group[segment];
+    typename T::I sum[kRows][kVectors];
+    FEWBIT_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      const int32_t zeros = panel.zero == nullptr ? s.sums[m * panel.segments + segment] : 0;
+      FEWBIT_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        sum[m][j] = T::SetI(zeros);
+      }
+    }
+    int64_t q = panel.segment_quads[segment];
+    const uint8_t* block = panel.data + q / kBlockQuads * kBlockBytes;
+    const int32_t* a = s.a + q * kWords;
+    while (q < end) {
+      if (q % kBlockQuads == 0) {
+        IntUnit<T, kBits, kRows, kVectors, 0>(block, a, s.a_stride, sum);
+        q += 4, a += 4 * kWords;
+      }
+      if (q < end) {  // a group of 16 may end in the middle of a block
+        IntUnit<T, kBits, kRows, kVectors, 4>(block, a, s.a_stride, sum);
+        q += 4, a += 4 * kWords, block += kBlockBytes;
+      }
+    }
+    FEWBIT_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      const typename T::F scale = UsualScale<T>(panel, group, j);
+      typename T::F joined = T::SetF(0.0f);
+      FEWBIT_UNROLL
+      for (int m = 0; m < kRows; ++m) {
+        if (panel.zero != nullptr) {
+          const typename T::I own = T::LoadBytes(panel.zero + group * kPanel + j * kLanes);
+          const typename T::I zeros = T::SetI(s.sums[m * panel.segments + segment]);
+          sum[m][j] = T::AddI(sum[m][j], T::MulI(zeros, own));
+        }
+        if (!kJoined && s.raw) {
+          T::StoreI(static_cast<int32_t*>(s.out) + m * kPanel + j * kLanes, sum[m][j]);
+          continue;
+        }
+        typename T::F part = T::ToFloat(sum[m][j]);
+        if (kJoined) {
+          joined = T::Fma(part, T::SetF(s.a_scale[m]), joined);
+          continue;
+        }
+        if (s.scale_each) {
+          part = T::MulF(part, T::SetF(s.a_scale[m * s.a_scale_stride + group]));
+        }
+        total[m % kResults][j] = T::Fma(part, scale, total[m % kResults][j]);
+      }
+      if (kJoined) {
+        total[0][j] = T::Fma(joined, scale, total[0][j]);
+      }
+    }
+  }
+  for (int i = 0; i < kResults * kVectors && (kJoined || !s.raw); ++i) {
+    T::StoreF(static_cast<float*>(s.out) + i * kLanes, total[i / kVectors][i % kVectors]);
+  }
+}
+
 template <class T, int kBits, int kRows>
 void StreamIntRows(const StreamInt& s) {
+  if constexpr (T::kWholePanels) {
+    StreamIntPanel<T, kBits, kRows, false>(s);
+    return;
+  }
   constexpr int kN = SideBySide<T>(kRows);
   constexpr int kWords = T::Words(kBits);
   constexpr int64_t kBlockBytes = kBits * kPanel * 4;
@@ -139,7 +216,7 @@ void StreamIntRows(const StreamInt& s) {
             if (panel.zero != nullptr) {
               zeros = T::MulI(zeros, T::LoadBytes(panel.zero + group * kPanel + column));
             }
-            const typename T::I exact = T::SubI(sum[m][j], zeros);
+            const typename T::I exact = T::AddI(sum[m][j], zeros);
             if (s.raw) {
               T::StoreI(static_cast<int32_t*>(s.out) + m * kPanel + column, exact);
               continue;

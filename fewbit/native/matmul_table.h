@@ -24,6 +24,25 @@ void QuantizeOneRow(const QuantizeRow& r) {
   }
 }
 
+// Null where the planes of a row are rows like any other, and joined at the end.
+template <class T, int kBits>
+constexpr void (*JoinedPlanes())(const StreamInt&) {
+  if constexpr (T::kWholePanels) {
+    return StreamIntPanel<T, kBits, T::kPlaneRows, true>;
+  } else {
+    return nullptr;
+  }
+}
+
+template <class T, int kRows>
+constexpr void (*GroupTile())(const TileInt&) {
+  if constexpr (kRows <= T::kGroupRows) {
+    return TileGroupRows<T, kRows>;
+  } else {
+    return nullptr;
+  }
+}
+
 // Heights that the instruction set does not use are not compiled; the driver never asks for them.
 #define FEWBIT_STREAM(function, type, most)                                                \
   {                                                                                        \
@@ -50,6 +69,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
       T::kFloatVectors,
       T::kIntRows,
       T::kIntVectors,
+      T::kGroupRows,
       T::kDotRows,
       T::kDotLanes,
       {0, T::Words(1), T::Words(2), T::Words(3), T::Words(4), T::Words(5), T::Words(6), T::Words(7),
@@ -67,6 +87,8 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
        FEWBIT_STREAM(StreamIntRows, 3, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 4, T::kPlaneRows),
        FEWBIT_STREAM(StreamIntRows, 5, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 6, T::kPlaneRows),
        FEWBIT_STREAM(StreamIntRows, 7, T::kPlaneRows), FEWBIT_STREAM(StreamIntRows, 8, T::kPlaneRows)},
+      {JoinedPlanes<T, 1>(), JoinedPlanes<T, 2>(), JoinedPlanes<T, 3>(), JoinedPlanes<T, 4>(),
+       JoinedPlanes<T, 5>(), JoinedPlanes<T, 6>(), JoinedPlanes<T, 7>(), JoinedPlanes<T, 8>()},
       {UnpackFloat<T, 0>, UnpackFloat<T, 1>, UnpackFloat<T, 2>, UnpackFloat<T, 3>,
        UnpackFloat<T, 4>, UnpackFloat<T, 5>, UnpackFloat<T, 6>, UnpackFloat<T, 7>,
        UnpackFloat<T, 8>, UnpackFloat<T, 9>, UnpackFloat<T, 10>},
@@ -78,6 +100,8 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
       {FEWBIT_TILES(1), FEWBIT_TILES(2), FEWBIT_TILES(3),
        FEWBIT_TILES(4), FEWBIT_TILES(5), FEWBIT_TILES(6),
        FEWBIT_TILES(7), FEWBIT_TILES(8)},
+      {GroupTile<T, 1>(), GroupTile<T, 2>(), GroupTile<T, 3>(), GroupTile<T, 4>(),
+       GroupTile<T, 5>(), GroupTile<T, 6>()},
       {FEWBIT_STREAM(StreamDotsRows, 0, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 1, T::kStreamRows),
        FEWBIT_STREAM(StreamDotsRows, 2, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 3, T::kStreamRows),
        FEWBIT_STREAM(StreamDotsRows, 4, T::kStreamRows), FEWBIT_STREAM(StreamDotsRows, 5, T::kStreamRows),

@@ -192,6 +192,7 @@ FEWBIT_INLINE void AddProducts(int64_t quads, const int32_t*& a, const int32_t*&
 template <class T, int kRows, int kN, bool kPlain>
 FEWBIT_INLINE void AddSegment(const TileInt& t, int64_t segment,
                               const typename T::I (&sum)[kRows][kN]) {
+  const bool first = t.first && segment == 0;
   FEWBIT_UNROLL
   for (int j = 0; j < kN; ++j) {
     const int64_t at = segment * kPanel + j * kLanes;
@@ -202,7 +203,7 @@ FEWBIT_INLINE void AddSegment(const TileInt& t, int64_t segment,
       if (!kPlain && t.zeros != nullptr) {
         zeros = T::MulI(zeros, T::LoadI(t.zeros + at));
       }
-      const typename T::I exact = T::SubI(sum[m][j], zeros);
+      const typename T::I exact = T::AddI(sum[m][j], zeros);
       if (!kPlain && t.raw) {
         T::StoreI(t.partial + m * kPanel + j * kLanes, exact);
         continue;
@@ -211,8 +212,8 @@ FEWBIT_INLINE void AddSegment(const TileInt& t, int64_t segment,
       if (!kPlain && t.scale_each) {
         part = T::MulF(part, T::SetF(t.a_scale[m * t.a_scale_stride + t.segment_group[segment]]));
       }
-      float* c = t.c + m * kPanel + j * kLanes;
-      T::StoreF(c, T::Fma(part, scale, T::LoadF(c)));
+      float* c = t.c + m * t.c_stride + j * kLanes;
+      T::StoreF(c, T::Fma(part, scale, first ? T::SetF(0.0f) : T::LoadF(c)));
     }
   }
 }
@@ -245,6 +246,80 @@ void TileIntRows(const TileInt& t) {
       AddSegment<T, kRows, kN, true>(t, segment, sum);
     } else {
       AddSegment<T, kRows, kN, false>(t, segment, sum);
+    }
+  }
+}
+
+// Short groups, where the results of a tile fit the registers beside its sums: some vectors of a
+// strip at a time.
+template <class T, int kRows, bool kOwnZeros, bool kScaleEach>
+FEWBIT_INLINE void TileGroupVectors(const TileInt& t, int v) {
+  constexpr int kN = T::kGroupVectors;
+  constexpr int kUnroll = 2;  // every segment is a multiple of 4 quads long
+  const int32_t* a = t.a;
+  const int32_t* b = t.b + v * kLanes;
+  typename T::F total[kRows][kN];
+  FEWBIT_UNROLL
+  for (int i = 0; i < kRows * kN; ++i) {
+    const float* c = t.c + i / kN * t.c_stride + (v + i % kN) * kLanes;
+    total[i / kN][i % kN] = t.first ? T::SetF(0.0f) : T::LoadF(c);
+  }
+  for (int64_t segment = 0; segment < t.segments; ++segment) {
+    const int32_t* sums = t.sums + segment;
+    const float* a_scale = t.a_scale + (kScaleEach ? t.segment_group[segment] : 0);
+    typename T::I sum[kRows][kN];
+    FEWBIT_UNROLL
+    for (int i = 0; i < kRows * kN; ++i) {
+      const int32_t zeros = kOwnZeros ? 0 : sums[i / kN * t.sums_stride];
+      sum[i / kN][i % kN] = T::SetI(zeros);
+    }
+    for (int64_t q = t.segment_quads[segment]; q > 0; q -= kUnroll) {
+      FEWBIT_UNROLL
+      for (int u = 0; u < kUnroll; ++u, a += kRows, b += T::kIntVectors * kLanes) {
+        typename T::I w[kN];
+        FEWBIT_UNROLL
+        for (int j = 0; j < kN; ++j) {
+          w[j] = T::LoadI(b + j * kLanes);
+        }
+        FEWBIT_UNROLL
+        for (int i = 0; i < kRows * kN; ++i) {
+          sum[i / kN][i % kN] = T::DotWord(sum[i / kN][i % kN], w[i % kN], a[i / kN]);
+        }
+      }
+    }
+    FEWBIT_UNROLL
+    for (int j = 0; j < kN; ++j) {
+      const int64_t at = segment * kPanel + (v + j) * kLanes;
+      const typename T::F scale = T::LoadF(t.scales + at);
+      FEWBIT_UNROLL
+      for (int m = 0; m < kRows; ++m) {
+        if (kOwnZeros) {
+          const typename T::I zeros = T::MulI(T::SetI(sums[m * t.sums_stride]), T::LoadI(t.zeros + at));
+          sum[m][j] = T::AddI(sum[m][j], zeros);
+        }
+        typename T::F part = T::ToFloat(sum[m][j]);
+        if (kScaleEach) {
+          part = T::MulF(part, T::SetF(a_scale[m * t.a_scale_stride]));
+        }
+        total[m][j] = T::Fma(part, scale, total[m][j]);
+      }
+    }
+  }
+  FEWBIT_UNROLL
+  for (int i = 0; i < kRows * kN; ++i) {
+    T::StoreF(t.c + i / kN * t.c_stride + (v + i % kN) * kLanes, total[i / kN][i % kN]);
+  }
+}
+
+template <class T, int kRows>
+void TileGroupRows(const TileInt& t) {
+  for (int v = 0; v < T::kIntVectors; v += T::kGroupVectors) {
+    if (t.zeros != nullptr) {
+      t.scale_each ? TileGroupVectors<T, kRows, true, true>(t, v)
+                   : TileGroupVectors<T, kRows, true, false>(t, v);
+    } else {
+      t.scale_each ? TileGroupVectors<T, kRows, false, true>(t, v)
+                   : TileGroupVectors<T, kRows, false, false>(t, v);
     }
   }
 }
