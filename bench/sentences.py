@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import _measure
+import _page
 import jax
 import numpy as np
 from flax import nnx
@@ -81,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=pathlib.Path, help="a file of English text")
     parser.add_argument("--only", nargs="*", default=list(ROWS), choices=ROWS)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, nothing written")
     args = parser.parse_args()
     if args.text is None:
         print("nothing measured: give a file of English text with --text")
@@ -90,28 +91,45 @@ def main() -> None:
     folder = data.locate("minilm")
     tokenizer, model = minilm.Tokenizer(folder), minilm.load(folder)
     text = sentences(args.text.read_text())
-    print(f"{len(text)} sentences; the first {COUNT} are compared, the next {COUNT} calibrate")
     batches = [tokenizer(text[i : i + 20]) for i in range(0, COUNT, 20)]
     calibration = [tokenizer(text[i : i + 20]) for i in range(COUNT, 2 * COUNT, 20)]
     reference = encode(model, batches)
     models = {BASE: model}
-    print(f"{'':10} {'cosine':>8} {'lowest':>8} {'bytes':>8}")
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {BASE: {"cosine": 1.0, "lowest": 1.0, "bytes": 1.0}}
     for name in args.only:
         models[name] = quantized(model, name, batches[0], calibration)
         cosine = np.sum(reference * encode(models[name], batches), axis=-1)
         share = size(models[name]) / size(model)
         rows[name] = dict(cosine=float(cosine.mean()), lowest=float(cosine.min()), bytes=share)
-        print(f"{name:10} {cosine.mean():8.4f} {cosine.min():8.4f} {share:7.3f}x")
-    facts = _measure.machine(isa=fewbit.kernels.info().isa)
+    info = fewbit.kernels.info()
+    facts = _measure.machine(isa=info.isa)
     for batch in (1, 32):
         tokens = tokenizer(text[:batch])
         found = speed(models, tokens, budget=4.0 if args.quick else 20.0)
-        print(f"batch {batch}, {tokens.shape[1]} tokens each, against {BASE}:")
         for name, row in found.items():
-            print(f"  {name:10} {row['speed']:5.2f}x {batch / row['ms'] * 1e3:8.1f} sentences/s")
-            rows.setdefault(name, {})[f"batch {batch}"] = row
-    _measure.write("sentences", {"machine": facts, "rows": rows})
+            row["sentences_per_s"] = round(batch / row["ms"] * 1e3, 1)
+            rows[name][f"batch {batch}"] = row
+    facts["load"].append(_measure.load())
+    lines = [
+        _measure.headline(facts),
+        f"the first {COUNT} of {len(text)} sentences are compared, the next {COUNT} calibrate",
+        f"{'':10}{'cosine':>9}{'lowest':>9}{'bytes':>9}"
+        f"{'batch 1: per s':>17}{'x float32':>11}{'batch 32: per s':>18}{'x float32':>11}",
+    ]
+    for name, row in rows.items():
+        one, many = row["batch 1"], row["batch 32"]
+        lines.append(
+            f"{name:10}{row['cosine']:9.4f}{row['lowest']:9.4f}{row['bytes']:8.3f}x"
+            f"{one['sentences_per_s']:17.1f}{one['speed']:11.2f}"
+            f"{many['sentences_per_s']:18.1f}{many['speed']:11.2f}"
+        )
+    table = "\n".join(lines)
+    print(table)
+    if args.quick or set(args.only) != set(ROWS):
+        return
+    name = f"sentences-{info.isa}"
+    written = _measure.write(name, {"machine": facts, "rows": rows}).name
+    print(f"written: {written}; {_page.put(name, table)}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from fewbit.ops.scaling import (
     operand,
     placed_like,
     result_dtype,
+    rounded,
     scale_dtype_for,
     scale_in,
 )
@@ -211,4 +212,4 @@ def _conv_on_codes(
     lhs_scale = _on_output(scale_in(lhs, wide), image, out_image, lhs.ndim)
     rhs_scale = _on_output(scale_in(rhs, wide), feature, out_feature, lhs.ndim)
     total = total * placed_like(lhs_scale, total)
-    return (total * placed_like(rhs_scale, total)).astype(dtype)
+    return rounded(total * placed_like(rhs_scale, total)).astype(dtype)

@@ -32,6 +32,7 @@ from fewbit.ops.scaling import (
     operand,
     placed_like,
     result_dtype,
+    rounded,
     scale_dtype_for,
     scale_in,
 )
@@ -176,7 +177,7 @@ def _dot_on_codes(
     total = total.astype(wide)
     total = total * placed_like(left.in_output(scale_in(lhs, wide), gap_left, True), total)
     total = total * placed_like(right.in_output(scale_in(rhs, wide), gap_right, False), total)
-    return _added_up(total, n_batch, n_tiled).astype(dtype)
+    return _added_up(rounded(total), n_batch, n_tiled).astype(dtype)
 
 
 def _added_up(total: jax.Array, first: int, count: int) -> jax.Array:

@@ -34,6 +34,7 @@ from fewbit.ops.scaling import (
     operand,
     placed_like,
     result_dtype,
+    rounded,
     scale_dtype_for,
     scale_in,
 )
@@ -248,7 +249,7 @@ def _ragged_on_codes(
         lhs_scale, rhs_scale = lhs_scale[None], rhs_scale[None]
     total = total.astype(wide)
     total = total * placed_like(lhs_scale, total)
-    total = total * placed_like(rhs_scale, total)
+    total = rounded(total * placed_like(rhs_scale, total))
     if n_tiled:
         total = jnp.sum(total, axis=tuple(range(n_batch, n_batch + n_tiled)))
     return total.astype(dtype)
