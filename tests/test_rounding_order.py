@@ -1,4 +1,4 @@
-"""A product is scaled, rounded, and only then added to something, whatever is compiled around it."""
+"""A product is scaled, rounded, and only then added to something, whatever surrounds it."""
 
 import jax
 import jax.numpy as jnp

@@ -97,9 +97,9 @@ def scale_dtype_for(result: Any, *qarrays: QArray) -> Any:
 def rounded(product: jax.Array) -> jax.Array:
     """The product as it is, safe from being joined with a sum that follows.
 
-    XLA's CPU compiler rounds a multiplication and a sum in one loop once or twice, depending on what
-    else is in the loop. Then the program that trains and the one that serves would differ in the last
-    bit. No compiler is known to see that this selects nothing; it is told by a test.
+    XLA's CPU compiler rounds a multiplication and a sum in one loop once or twice, depending on
+    what else is in the loop. Then the program that trains and the one that serves would differ in
+    the last bit. That this selects nothing is more than compilers see (a test would tell).
     """
     largest = jnp.finfo(product.dtype).max
     return jnp.where(product > largest, jnp.asarray(jnp.inf, product.dtype), product)
