@@ -171,14 +171,8 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
   }
   const uint32_t zero = m.zero == nullptr ? static_cast<uint32_t>(m.format->zero) : 1;
   for (int64_t r = tile.first_row; r < tile.first_row + tile.rows; ++r) {
-    const int8_t* row = a.codes + r * padded;
-    for (int64_t s = 0; s < plan.segments(); ++s) {
-      int32_t sum = 0;
-      for (int64_t k = plan.segment_quads[s] * 4; k < plan.segment_quads[s + 1] * 4; ++k) {
-        sum += row[k];
-      }
-      a.sums[r * plan.segments() + s] = static_cast<int32_t>(0u - static_cast<uint32_t>(sum) * zero);
-    }
+    kernels.sum_codes(a.codes + r * padded, plan.segment_quads.data(), plan.segments(), zero,
+                      a.sums + r * plan.segments());
   }
   kernels.pack_codes(codes, padded, tile.rows, plan.quads, plan.words,
                      a.words + tile.first_row * plan.quads * plan.words);

@@ -143,8 +143,9 @@ class Run {
 
   // Whether sums of integers are the results, in a whole panel, and are written once.
   bool SumsAreResults(int64_t index) const {
-    return plan_.integers && plan_.pieces.size() == 1 && plan_.scale_each && m_.out_type == Element::kF32 && !m_.finishes() &&
-           m_.tensor_scale == 1.0f && (index + 1) * kPanel <= m_.n;
+    return plan_.integers && plan_.scale_each && plan_.pieces.size() == 1 &&
+           m_.out_type == Element::kF32 && !m_.finishes() && m_.tensor_scale == 1.0f &&
+           (index + 1) * kPanel <= m_.n;
   }
 
   struct Space {

@@ -208,6 +208,9 @@ struct Kernels {
   int words[9];                     // by bits: words per activation quad (and weight quad)
   bool panel_is_unpacked[9];        // by bits: a panel already is what `unpack_int` would make
   void (*quantize_row)(const QuantizeRow&);
+  // Of a row's codes, as the sums of the integer kernels want them.
+  void (*sum_codes)(const int8_t* codes, const int64_t* segment_quads, int64_t segments,
+                    uint32_t zero, int32_t* sums);
   void (*pack_codes)(const int8_t* codes, int64_t stride, int rows, int64_t quads, int words,
                      int32_t* packed);
   void (*stream_float[kDecodings][kMaxStreamRows])(const StreamFloat&);

@@ -29,6 +29,9 @@ void CutSegments(const Matmul& m, Plan* plan) {
   const bool limited = plan->integers && m.out_type != Element::kS32;
   const int64_t longest = plan->planes == 2 ? kLongestWideSum : kLongestSum;
   const int64_t most = limited ? std::min(length, longest) : length;
+  const auto count = static_cast<size_t>(m.groups * CeilDiv(length, std::max<int64_t>(most, 1)));
+  plan->segment_quads.reserve(count + 1);
+  plan->segment_group.reserve(count);
   for (int64_t g = 0; g < m.groups; ++g) {
     const int64_t end = std::min((g + 1) * length, plan->quads);
     for (int64_t q = g * length; q < end; q += most) {
@@ -124,7 +127,9 @@ Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int plan
   plan.quads = CeilDiv(m.k, kBlock) * kBlockQuads;
   plan.panels = CeilDiv(m.n, kPanel);
   CutSegments(m, &plan);
-  CutPieces(kernels, &plan);
+  if (!plan.stream) {
+    CutPieces(kernels, &plan);
+  }
   const bool whole = std::none_of(plan.pieces.begin(), plan.pieces.end(), [](const Piece& piece) {
     return piece.resume || piece.unfinished;
   });

@@ -24,6 +24,17 @@ void QuantizeOneRow(const QuantizeRow& r) {
   }
 }
 
+void SumCodes(const int8_t* codes, const int64_t* segment_quads, int64_t segments, uint32_t zero,
+              int32_t* sums) {
+  for (int64_t s = 0; s < segments; ++s) {
+    int32_t sum = 0;
+    for (int64_t k = segment_quads[s] * 4; k < segment_quads[s + 1] * 4; ++k) {
+      sum += codes[k];
+    }
+    sums[s] = static_cast<int32_t>(0u - static_cast<uint32_t>(sum) * zero);
+  }
+}
+
 // Null where the planes of a row are rows like any other, and joined at the end.
 template <class T, int kBits>
 constexpr void (*JoinedPlanes())(const StreamInt&) {
@@ -76,6 +87,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
        T::Words(8)},
       {false, false, false, false, false, false, false, false, T::kPanelIsUnpacked},
       QuantizeOneRow,
+      SumCodes,
       PackCodes,
       {FEWBIT_STREAM(StreamFloatRows, 0, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 1, T::kStreamRows),
        FEWBIT_STREAM(StreamFloatRows, 2, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 3, T::kStreamRows),

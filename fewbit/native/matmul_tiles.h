@@ -294,8 +294,8 @@ FEWBIT_INLINE void TileGroupVectors(const TileInt& t, int v) {
       FEWBIT_UNROLL
       for (int m = 0; m < kRows; ++m) {
         if (kOwnZeros) {
-          const typename T::I zeros = T::MulI(T::SetI(sums[m * t.sums_stride]), T::LoadI(t.zeros + at));
-          sum[m][j] = T::AddI(sum[m][j], zeros);
+          const typename T::I zeros = T::SetI(sums[m * t.sums_stride]);
+          sum[m][j] = T::AddI(sum[m][j], T::MulI(zeros, T::LoadI(t.zeros + at)));
         }
         typename T::F part = T::ToFloat(sum[m][j]);
         if (kScaleEach) {
