@@ -16,6 +16,9 @@ import pathlib
 import subprocess
 import sys
 import time
+from typing import Any
+
+import numpy as np
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
@@ -24,12 +27,20 @@ TYPES = {
     "int8 per tensor": {"weight_dtype": "int8"},
     "int4 g32": {"weight_dtype": "int4", "activation_dtype": None, "group_size": 32},
     "fp8": {},
+    "int8 static": {"weight_dtype": "int8", "activation_dtype": "int8", "static": True},
 }
+PROMPT = 32
 
 
 def status(name: str) -> int:
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def calibrate(model: Any) -> None:
+    """One prompt through the float model, a few dozen tokens being enough."""
+    tokens = np.random.default_rng(0).integers(1, 1000, (1, PROMPT)).astype("int32")
+    model({"token_ids": tokens, "padding_mask": np.ones((1, PROMPT), bool)})
 
 
 def measure(shape: str, fields: dict) -> dict:
@@ -40,16 +51,23 @@ def measure(shape: str, fields: dict) -> dict:
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "keras"))
     import _random_models
 
-    config = fewbit.keras.DynamicQuantConfig(**fields)
+    fields = dict(fields)
+    static = fields.pop("static", False)
     tiny = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
-    fewbit.keras.quantize_model(tiny, config, progress=False)  # what is loaded once
+    if static:
+        config = fewbit.keras.StaticQuantConfig(**fields)
+        numbers = np.ones((1, 64), "float32")
+        fewbit.keras.quantize_model(tiny, config, lambda m: m(numbers), progress=False)
+    else:
+        config = fewbit.keras.DynamicQuantConfig(**fields)
+        fewbit.keras.quantize_model(tiny, config, progress=False)  # what is loaded once
     _random_models.random_gemma3("2 layers", sequence_length=None)
     before = status("VmRSS")
     model = _random_models.random_gemma3(shape, sequence_length=None)
     floats = sum(v.value.block_until_ready().nbytes for v in model.variables)
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     began = time.perf_counter()
-    fewbit.keras.quantize_model(model, config, progress=False)
+    fewbit.keras.quantize_model(model, config, calibrate if static else None, progress=False)
     seconds = time.perf_counter() - began
     stored = sum(v.value.nbytes for v in model.variables)
     peak = status("VmHWM") - before
