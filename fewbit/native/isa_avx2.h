@@ -27,7 +27,7 @@ struct Avx2 : Avx2Tables {
   static constexpr int kIntRows = 6, kIntVectors = 1;
   static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 4;
-  static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr int kStreamRows = 4, kStreamIntRows = 4, kStreamVectors = 4;
   static constexpr int kDotRows = 3, kDotLanes = 8;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kWholePanels = false;

@@ -24,7 +24,7 @@ struct Avx512 {
   static constexpr int kIntRows = 4, kIntVectors = 4;
   static constexpr int kGroupRows = 6, kGroupVectors = 2;
   static constexpr int kPlaneRows = 4;
-  static constexpr int kStreamRows = 4, kStreamVectors = 4;
+  static constexpr int kStreamRows = 4, kStreamIntRows = 8, kStreamVectors = 4;
   static constexpr int kDotRows = 6, kDotLanes = 16;
   static constexpr bool kPanelIsUnpacked = true;
   static constexpr bool kWholePanels = true;

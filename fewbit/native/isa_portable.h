@@ -34,7 +34,7 @@ struct Portable {
   static constexpr int kIntRows = 2, kIntVectors = 1;
   static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 2;
-  static constexpr int kStreamRows = 1, kStreamVectors = 1;
+  static constexpr int kStreamRows = 1, kStreamIntRows = 1, kStreamVectors = 1;
   static constexpr int kDotRows = 2, kDotLanes = 4;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kWholePanels = false;

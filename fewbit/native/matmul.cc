@@ -80,24 +80,10 @@ class Run {
       : kernels_(kernels), m_(m), plan_(plan), a_(a) {}
 
   void StreamPanel(int64_t index) const {
-    alignas(64) float sums[kMaxStreamRows * kPanel];
-    const size_t height = static_cast<size_t>(m_.rows * plan_.planes - 1);
-    const int64_t padded = plan_.quads * 4;
-    const auto joined = kernels_.stream_planes[m_.format->bits - 1];
-    if (plan_.integers) {
-      const StreamInt stream{PanelAt(index), a_.words, plan_.quads * plan_.words,
-                             a_.sums, a_.scales, a_.scale_columns,
-                             plan_.scale_each, Raw(), sums};
-      if (plan_.planes > 1 && joined != nullptr) {
-        joined(stream);
-      } else {
-        kernels_.stream_int[m_.format->bits - 1][height](stream);
-        JoinPlanes(sums);
-      }
-    } else {
-      kernels_.stream_float[m_.format->decoding][height]({PanelAt(index), a_.floats, padded, sums});
+    // More rows than a kernel takes come in turns; the panel is in the cache from the first one on.
+    for (int64_t row = 0; row < m_.rows; row += kMaxStreamRows) {
+      StreamRows(index, row, std::min<int64_t>(kMaxStreamRows, m_.rows - row));
     }
-    Write(index, 0, m_.rows, sums);
   }
 
   void TilePanel(int64_t index, int64_t row_block) const {
@@ -125,6 +111,28 @@ class Run {
   }
 
  private:
+  void StreamRows(int64_t index, int64_t first, int64_t rows) const {
+    alignas(64) float sums[kMaxStreamRows * kPanel];
+    const size_t height = static_cast<size_t>(rows * plan_.planes - 1);
+    const int64_t words = plan_.quads * plan_.words, padded = plan_.quads * 4;
+    const auto joined = kernels_.stream_planes[m_.format->bits - 1];
+    if (plan_.integers) {
+      const StreamInt stream{PanelAt(index), a_.words + first * words, words,
+                             a_.sums + first * plan_.segments(),
+                             a_.scales + first * a_.scale_columns, a_.scale_columns,
+                             plan_.scale_each, Raw(), sums};
+      if (plan_.planes > 1 && joined != nullptr) {
+        joined(stream);
+      } else {
+        kernels_.stream_int[m_.format->bits - 1][height](stream);
+        JoinPlanes(sums);
+      }
+    } else {
+      kernels_.stream_float[m_.format->decoding][height]({PanelAt(index), a_.floats, padded, sums});
+    }
+    Write(index, first, rows, sums);
+  }
+
   // The sums of a row's planes become the row's sum, in the place of its first plane.
   void JoinPlanes(float* sums) const {
     for (int64_t r = 0; plan_.planes > 1 && r < m_.rows; ++r) {

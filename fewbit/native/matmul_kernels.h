@@ -20,7 +20,7 @@ constexpr int kBlock = 32;        // k of a block
 constexpr int kBlockQuads = 8;    // quads of a block
 constexpr int kLanes = 16;        // columns of a vector
 constexpr int kVectors = 4;       // vectors of a panel
-constexpr int kMaxStreamRows = 4; // most rows that a panel is streamed for
+constexpr int kMaxStreamRows = 4; // most rows that a panel is streamed for at once
 constexpr int kMaxTileRows = 6;
 
 // How a code becomes a number: integers of 1 to 8 bits (code - zero), or a 4-bit table, or fp8.
@@ -199,7 +199,8 @@ struct ScaleSums {
 
 struct Kernels {
   const char* name;
-  int stream_rows;
+  int stream_rows;                  // of `stream_float`
+  int stream_int_rows;              // that `stream_int` is worth, in turns of kMaxStreamRows
   int plane_rows;                   // integer rows that `stream_int` takes for rows of floats
   int float_rows, float_vectors;    // a tile of the float product; a strip has that many vectors
   int int_rows, int_vectors;

@@ -117,9 +117,9 @@ int64_t Plan::row_blocks() const {
 Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int planes) {
   Plan plan{};
   const bool codes = m.quantize_x || m.x_type == Element::kS8;
-  plan.stream = m.rows <= kernels.stream_rows;
   plan.planes = planes;
   plan.integers = plan.planes > 1 || (codes && m.format->integers());
+  plan.stream = m.rows <= (plan.integers ? kernels.stream_int_rows : kernels.stream_rows);
   plan.folded = plan.stream && !plan.integers;
   // One group: applied to the sum at once, in the order of the XLA path.
   plan.scale_each = plan.planes == 1 && (m.x_scale_per_group || m.groups == 1);

@@ -75,6 +75,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
   return Kernels{
       name,
       T::kStreamRows,
+      T::kStreamIntRows,
       T::kPlaneRows,
       T::kFloatRows,
       T::kFloatVectors,
