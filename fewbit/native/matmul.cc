@@ -280,7 +280,7 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
   if (all_bytes * m.rows < kWorthSharing || !team.schedule) {
     team.threads = 1;
   }
-  const Plan plan = MakePlan(kernels, team.threads, m, PlanesOf(kernels, m));
+  const Plan plan = MakeStreamPlan(kernels, team.threads, m, PlanesOf(kernels, m));
   if (plan.segments() == 0) {
     WriteEmptySums(kernels, m);
     return "";

@@ -114,12 +114,15 @@ int64_t Plan::row_blocks() const {
   return CeilDiv(static_cast<int64_t>(tiles.size()), std::max<int64_t>(tiles_per_block, 1));
 }
 
-Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int planes) {
+namespace {
+
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int planes, bool streams) {
   Plan plan{};
   const bool codes = m.quantize_x || m.x_type == Element::kS8;
   plan.planes = planes;
   plan.integers = plan.planes > 1 || (codes && m.format->integers());
-  plan.stream = m.rows <= (plan.integers ? kernels.stream_int_rows : kernels.stream_rows);
+  const int few = plan.integers ? kernels.stream_int_rows : kernels.stream_rows;
+  plan.stream = streams && m.rows <= few;
   plan.folded = plan.stream && !plan.integers;
   // One group: applied to the sum at once, in the order of the XLA path.
   plan.scale_each = plan.planes == 1 && (m.x_scale_per_group || m.groups == 1);
@@ -137,6 +140,16 @@ Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int plan
                  kernels.group_rows > 0 && m.out_type != Element::kS32;
   CutRows(kernels, threads, m, &plan);
   return plan;
+}
+
+}  // namespace
+
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m) {
+  return MakePlan(kernels, threads, m, 1, false);
+}
+
+Plan MakeStreamPlan(const Kernels& kernels, int64_t threads, const Matmul& m, int planes) {
+  return MakePlan(kernels, threads, m, planes, true);
 }
 
 }  // namespace fewbit

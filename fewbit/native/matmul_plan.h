@@ -57,8 +57,12 @@ int64_t RowBlocks(int64_t rows, int64_t columns_of_work, int64_t threads);
 // Panel `index` of the weight, without segments.
 Panel PanelOf(const Matmul& matmul, int64_t index);
 
-// `planes` as in fixed_point.h; more than one is for few rows only.
-Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul, int planes = 1);
+// For tiles of any number of rows.
+Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& matmul);
+
+// The same, but few rows are streamed, and then there are no pieces. `planes` as in fixed_point.h; more
+// than one is for few rows only.
+Plan MakeStreamPlan(const Kernels& kernels, int64_t threads, const Matmul& matmul, int planes);
 
 }  // namespace fewbit
 
