@@ -151,6 +151,7 @@ struct QuantizeRow {
   int64_t length;
   int64_t group;          // values that share a scale
   bool round_to_bf16;     // every step in bfloat16
+  bool stored;            // the scales are given, and become NaN if the row holds a NaN
   int8_t* codes;          // [length]
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };

@@ -17,9 +17,14 @@ namespace fewbit {
 namespace {
 
 void QuantizeOneRow(const QuantizeRow& r) {
+  const bool lost = r.stored && LargestBits(r.x, r.length) > kInfinityBits;
   for (int64_t from = 0, g = 0; from < r.length; from += r.group, ++g) {
     const int64_t count = r.length - from < r.group ? r.length - from : r.group;
-    r.scales[g] = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
+    if (!r.stored) {
+      r.scales[g] = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
+    } else if (lost) {
+      r.scales[g] = __builtin_nanf("");
+    }
     CodesOf(r.x + from, count, r.scales[g], count == 1, r.round_to_bf16, r.codes + from);
   }
 }

@@ -196,7 +196,7 @@ bool CheckRow(const Kernels& kernels, int64_t length, int64_t group, bool narrow
   const int64_t groups = CeilDiv(length, group);
   std::vector<int8_t> codes(x.size());
   std::vector<float> scales(static_cast<size_t>(groups));
-  kernels.quantize_row({x.data(), length, group, narrow, codes.data(), scales.data()});
+  kernels.quantize_row({x.data(), length, group, narrow, false, codes.data(), scales.data()});
   for (int64_t i = 0; i < length; ++i) {
     const int64_t first = i / group * group, count = std::min(group, length - first);
     const float scale = rounded(ScaleNaively(x.data() + first, count, 1));
