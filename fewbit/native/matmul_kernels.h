@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "attention.h"
 #include "finish.h"
 
 namespace fewbit {
@@ -230,6 +231,7 @@ struct Kernels {
   void (*unpack_turned[kDecodings])(const UnpackTurned&);
   const ConvKernels* conv;
   void (*finish_row)(const FinishRow&);
+  void (*attend)(const AttendBlock&);
   void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
   void (*pack_touching_tiles)(const CodeLines&, const int* heights, int tiles, int words,
                               int32_t* packed, int32_t* sums);

@@ -76,7 +76,8 @@ constexpr void (*GroupTile())(const TileInt&) {
 
 template <class T>
 constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
-                              void (*finish)(const FinishRow&)) {
+                              void (*finish)(const FinishRow&),
+                              void (*attend)(const AttendBlock&)) {
   return Kernels{
       name,
       T::kStreamRows,
@@ -140,6 +141,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
        UnpackTurnedOf<T, 8>, UnpackTurnedOf<T, 9>, UnpackTurnedOf<T, 10>},
       conv,
       finish,
+      attend,
       PackRows,
       PackTouchingTiles,
       PackColumns,
