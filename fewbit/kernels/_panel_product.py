@@ -31,11 +31,6 @@ from fewbit.kernels._partition import (
 )
 from fewbit.packing_panels import pack_parts
 
-_MSG_RAGGED_FINISH = (
-    "bias and activation belong to rows that share one matrix. With group_sizes add them to the "
-    "result."
-)
-
 ROWS = ("float32", "bfloat16")
 """Types of the activations and results that the kernels read and write."""
 
@@ -79,8 +74,6 @@ def panel_product(
         raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
     check_activation(activation)
     check_bias(bias, n)
-    if group_sizes is not None and (bias is not None or activation is not None):
-        raise ValueError(_MSG_RAGGED_FINISH)
     out = jnp.dtype(out_dtype).name
     spec = Product(
         str(weight._static[0]), k, n, view.tile, act, act_tile, out, activation=activation

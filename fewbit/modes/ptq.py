@@ -166,6 +166,7 @@ class BoxedParamProvider(QuantizationProvider):
             lambda a, b: ops.describe_conv(a, b, **settings),
         )
 
+    @_finishes
     def ragged_dot(
         self,
         lhs: Any,
@@ -176,10 +177,18 @@ class BoxedParamProvider(QuantizationProvider):
         group_offset: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("ragged_dot")
+        bias, activation = current.wanted_finish()
 
-        def product(lhs, rhs, group_sizes, group_offset):
+        def product(lhs, rhs, group_sizes, group_offset, bias):
             return ops.ragged_dot(
-                lhs, rhs, group_sizes, precision, preferred_element_type, group_offset
+                lhs,
+                rhs,
+                group_sizes,
+                precision,
+                preferred_element_type,
+                group_offset,
+                bias=bias,
+                activation=activation,
             )
 
         hows = activation_hows(
@@ -187,8 +196,13 @@ class BoxedParamProvider(QuantizationProvider):
             (lhs, rhs),
             lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
         )
-        groups = (group_sizes, group_offset)
-        return quantized_product(product, (lhs, rhs), hows, ops.describe_ragged_dot, groups)
+        return quantized_product(
+            product,
+            (lhs, rhs),
+            hows,
+            lambda a, b: ops.describe_ragged_dot(a, b, bias=bias, activation=activation),
+            (group_sizes, group_offset, bias),
+        )
 
 
 class PtqProvider(BoxedParamProvider):

@@ -107,7 +107,7 @@ void FillResult(ffi::Result<ffi::AnyBuffer>& result, const Attributes& at, int64
 }
 
 // One bias for each column, padded to whole panels; then an elementwise function.
-void FillFinish(const Operands& in, const Attributes& at, bool by_entries, fewbit::Matmul* m) {
+void FillFinish(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
   const std::string name(at.activation);
   Require(fewbit::FindElementwise(name.data(), name.size(), &m->activation),
           "there is no activation '" + name + "'; there are " + fewbit::ElementwiseNames());
@@ -120,9 +120,9 @@ void FillFinish(const Operands& in, const Attributes& at, bool by_entries, fewbi
             "bias must be float32 or bfloat16");
     m->bias = in.bias.untyped_data();
   }
-  Require(!m->finishes() || !(at.transposed || by_entries || m->out_type == Element::kS32),
-          "bias and activation belong to the float results of x times one matrix: not to a "
-          "transposed product, a stack's rows, or int32 sums");
+  Require(!m->finishes() || !(at.transposed || m->out_type == Element::kS32),
+          "bias and activation belong to the float results of a product: not to a transposed one, "
+          "nor to int32 sums");
 }
 
 void Run(const fewbit::Workers& workers, const fewbit::Matmul& m, bool transposed) {
@@ -140,7 +140,7 @@ int64_t BytesOf(Element type) {
 }
 
 // Each entry of the stack has so many of the rows, one after the other. What goes beyond the rows
-// there are is cut off, and rows beyond the entries' are zero, as in jax.lax.ragged_dot.
+// there are is cut off, and rows beyond the entries' are sums of nothing, as in jax.lax.ragged_dot.
 void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
                 const ffi::AnyBuffer& sizes, const Attributes& at) {
   const int32_t* rows_of = sizes.typed_data<int32_t>();
@@ -165,8 +165,15 @@ void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
     Run(workers, m, at.transposed);
     first += m.rows;
   }
-  std::memset(static_cast<char*>(whole.out) + first * out_bytes, 0,
-              static_cast<size_t>((whole.rows - first) * out_bytes));
+  fewbit::Matmul rest = whole;
+  rest.rows = whole.rows - first;
+  rest.out = static_cast<char*>(whole.out) + first * out_bytes;
+  if (whole.finishes()) {
+    rest.k = 0;
+    Run(workers, rest, at.transposed);
+  } else {
+    std::memset(rest.out, 0, static_cast<size_t>(rest.rows * out_bytes));
+  }
 }
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
@@ -192,7 +199,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                 (m.x_type == Element::kS8 && m.format->integers() && m.groups == 1),
             "an int32 result holds sums of codes: it needs int8 x, an integer format and one "
             "group");
-    FillFinish(in, at, layer.dimensions().size() != 0, &m);
+    FillFinish(in, at, &m);
     const fewbit::Workers workers = fewbit::WorkersOf(pool);
     if (layer.dimensions().size() == 0) {
       Run(workers, m, transposed);

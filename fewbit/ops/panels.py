@@ -132,7 +132,7 @@ def describe(dot: PanelDot, x: Any, bias: Any = None, activation: str | None = N
 
 def finishes(dot: PanelDot, bias: Any) -> bool:
     """Whether the kernel's columns are those of the bias, so that it can add it."""
-    if dot.batched or (bias is not None and dot.side == 0):
+    if bias is not None and dot.side == 0:
         return False
     order = packed_order(dot.columns)
     return bias is None or (
@@ -210,7 +210,7 @@ def run_panel_dot(
     if dot.batched:
         group_sizes = _equal_sizes(dot, x.shape)
     if not (bias is None and activation is None) and not finishes(dot, bias):
-        return kernels.finish(run_panel_dot(dot, x, dtype), bias, activation)
+        return kernels.finish(run_panel_dot(dot, x, dtype, group_sizes), bias, activation)
     settings: dict[str, Any] = dict(
         out_dtype=dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32,
         group_sizes=group_sizes,
