@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fewbit.keras
-from fewbit.keras import StaticQuantConfig, _freed
+from fewbit.keras import StaticQuantConfig, _calibration, _freed
 
 X = np.linspace(-1, 1, 4 * 32).reshape(4, 32).astype("float32")
 STATIC = StaticQuantConfig("int8")
@@ -71,3 +71,23 @@ def test_other_c_libraries_are_left_alone(monkeypatch, error):
         _freed.give_back()
     finally:
         _freed._trim.cache_clear()
+
+
+def test_two_batches_through_equal_layers_compile_one_program(monkeypatch):
+    joined = []
+
+    def combine_all(named):
+        combine = original(named)
+
+        def counted(first, second):
+            joined.extend([jax.tree.structure(first)] if first else [])
+            return combine(first, second)
+
+        return counted
+
+    original = _calibration.combine_all
+    monkeypatch.setattr(_calibration, "combine_all", combine_all)
+    model = keras.Sequential([keras.Input((32,)), *(keras.layers.Dense(32) for _ in range(3))])
+    fewbit.keras.quantize_model(model, STATIC, [X, 2 * X], progress=False)
+    assert len(joined) == 3 and len(set(joined)) == 1
+    np.testing.assert_allclose(model.layers[0].a_scale, 2 * np.abs(X).max() / 127, rtol=1e-2)

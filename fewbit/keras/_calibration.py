@@ -100,9 +100,13 @@ class Collector:
             pending, self._pending = self._pending, []
         combine = combine_all(tuple(self.observers.items()))
         for readings in pending:
-            shared = {name: self._total[name] for name in readings if name in self._total}
-            both = combine(shared, {name: readings[name] for name in shared})
-            self._total |= readings | both
+            shared = [name for name in readings if name in self._total]
+            # By number: names differ from layer to layer, and each would compile its own program.
+            both = combine(
+                {str(k): self._total[name] for k, name in enumerate(shared)},
+                {str(k): readings[name] for k, name in enumerate(shared)},
+            )
+            self._total |= readings | {name: both[str(k)] for k, name in enumerate(shared)}
 
     def entries(self) -> dict[str, Entry]:
         """What was seen, by operand."""
