@@ -12,6 +12,8 @@ namespace {
 
 constexpr int kLanesOfV = 16;
 typedef float V __attribute__((vector_size(kLanesOfV * sizeof(float))));
+typedef float Half __attribute__((vector_size(sizeof(V) / 2)));
+typedef float Quarter __attribute__((vector_size(sizeof(V) / 4)));
 constexpr int64_t kHeadsAtOnce = 4;  // sums that fit the registers, and hide each other's latency
 
 inline V LoadV(const float* p) {
@@ -23,6 +25,20 @@ inline V LoadV(const float* p) {
 inline void StoreV(float* p, V v) { std::memcpy(p, &v, sizeof v); }
 
 inline V SetV(float x) { return V{} + x; }
+
+// The first or the second half of the lanes.
+template <class Part, class Whole>
+inline Part PartOf(const Whole& v, int number) {
+  Part part;
+  std::memcpy(&part, reinterpret_cast<const char*>(&v) + number * sizeof part, sizeof part);
+  return part;
+}
+
+inline float SumOfLanes(V v) {
+  const Half half = PartOf<Half>(v, 0) + PartOf<Half>(v, 1);
+  const Quarter four = PartOf<Quarter>(half, 0) + PartOf<Quarter>(half, 1);
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
 
 // The products of one key with some query heads; every key is read once.
 template <int kHeads>
@@ -39,10 +55,7 @@ void Scores(const AttendBlock& b, int64_t first) {
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      float sum = 0.0f;
-      for (int lane = 0; lane < kLanesOfV; ++lane) {
-        sum += sums[h][lane];
-      }
+      float sum = SumOfLanes(sums[h]);
       for (int64_t d = whole; d < b.dim; ++d) {
         sum += query[h * b.dim + d] * key[d];
       }
@@ -51,59 +64,92 @@ void Scores(const AttendBlock& b, int64_t first) {
   }
 }
 
-// The values, weighted, for some heads: as many columns at a time as fit the registers.
-template <int kHeads>
-void Weigh(const AttendBlock& b, int64_t first) {
-  constexpr int kVectors = 2;
-  const float* weights = b.scores + first * kAttentionBlock;
+// Adds some values, weighted, for some heads. All columns of a few values at a time: so memory is read
+// in the order in which it lies, and sums are read and written once for all of them.
+template <int kHeads, int kValues>
+void WeighSome(const AttendBlock& b, int64_t first, int64_t at) {
+  const float* weights = b.scores + first * kAttentionBlock + at;
   float* out = b.out + first * b.dim;
+  const float* values[kValues];
+  for (int i = 0; i < kValues; ++i) {
+    values[i] = b.values + b.positions[at + i] * b.stride;
+  }
   int64_t d = 0;
-  for (; d + kVectors * kLanesOfV <= b.dim; d += kVectors * kLanesOfV) {
-    V sums[kHeads][kVectors] = {};
-    for (int64_t i = 0; i < b.count; ++i) {
-      const float* value = b.values + b.positions[i] * b.stride + d;
-      const V v[kVectors] = {LoadV(value), LoadV(value + kLanesOfV)};
+  for (; d + kLanesOfV <= b.dim; d += kLanesOfV) {
+    V sums[kHeads];
+    for (int h = 0; h < kHeads; ++h) {
+      sums[h] = LoadV(out + h * b.dim + d);
+    }
+    for (int i = 0; i < kValues; ++i) {
+      const V value = LoadV(values[i] + d);
       for (int h = 0; h < kHeads; ++h) {
-        const V weight = SetV(weights[h * kAttentionBlock + i]);
-        sums[h][0] += weight * v[0];
-        sums[h][1] += weight * v[1];
+        sums[h] += SetV(weights[h * kAttentionBlock + i]) * value;
       }
     }
     for (int h = 0; h < kHeads; ++h) {
-      StoreV(out + h * b.dim + d, sums[h][0]);
-      StoreV(out + h * b.dim + d + kLanesOfV, sums[h][1]);
+      StoreV(out + h * b.dim + d, sums[h]);
     }
   }
   for (; d < b.dim; ++d) {
     for (int h = 0; h < kHeads; ++h) {
-      float sum = 0.0f;
-      for (int64_t i = 0; i < b.count; ++i) {
-        sum += weights[h * kAttentionBlock + i] * b.values[b.positions[i] * b.stride + d];
+      for (int i = 0; i < kValues; ++i) {
+        out[h * b.dim + d] += weights[h * kAttentionBlock + i] * values[i][d];
       }
-      out[h * b.dim + d] = sum;
     }
   }
 }
 
-// Scores become e^(score - largest).
-void Exponentials(const AttendBlock& b, int64_t head) {
-  float* scores = b.scores + head * kAttentionBlock;
-  float largest = -__builtin_inff();
-  for (int64_t i = 0; i < b.count; ++i) {
-    float score = scores[i] * b.factor;
-    if (b.soft_cap != 0.0f) {
-      score = Tanh(score / b.soft_cap) * b.soft_cap;
-    }
-    scores[i] = score;
-    largest = score > largest ? score : largest;
+template <int kHeads>
+void Weigh(const AttendBlock& b, int64_t first) {
+  constexpr int kValues = 8;
+  std::memset(b.out + first * b.dim, 0, static_cast<size_t>(kHeads * b.dim) * sizeof(float));
+  int64_t at = 0;
+  for (; at + kValues <= b.count; at += kValues) {
+    WeighSome<kHeads, kValues>(b, first, at);
   }
-  float total = 0.0f;
+  for (; at < b.count; ++at) {
+    WeighSome<kHeads, 1>(b, first, at);
+  }
+}
+
+// Scores become e^(score - largest). Loops of one thing each, over whole vectors: what is behind the
+// last score counts as minus infinity.
+void Exponentials(const AttendBlock& b, int64_t head) {
+  static_assert(kAttentionBlock % kLanesOfV == 0);
+  float* scores = b.scores + head * kAttentionBlock;
+  const int64_t padded = (b.count + kLanesOfV - 1) / kLanesOfV * kLanesOfV;
   for (int64_t i = 0; i < b.count; ++i) {
+    scores[i] *= b.factor;
+  }
+  for (int64_t i = 0; b.soft_cap != 0.0f && i < b.count; ++i) {
+    scores[i] = Tanh(scores[i] / b.soft_cap) * b.soft_cap;
+  }
+  for (int64_t i = b.count; i < padded; ++i) {
+    scores[i] = -__builtin_inff();
+  }
+  float lanes[kLanesOfV];
+  for (int lane = 0; lane < kLanesOfV; ++lane) {
+    lanes[lane] = -__builtin_inff();
+  }
+  for (int64_t i = 0; i < padded; i += kLanesOfV) {
+    for (int lane = 0; lane < kLanesOfV; ++lane) {
+      const float score = scores[i + lane];
+      lanes[lane] = score > lanes[lane] ? score : lanes[lane];
+    }
+  }
+  float largest = -__builtin_inff();
+  for (int lane = 0; lane < kLanesOfV; ++lane) {
+    largest = lanes[lane] > largest ? lanes[lane] : largest;
+  }
+  for (int64_t i = 0; i < padded; ++i) {
     scores[i] = ExpOfNegative(scores[i] - largest);
-    total += scores[i];
+  }
+  V total = {};
+  for (int64_t i = 0; i < padded; i += kLanesOfV) {
+    total += LoadV(scores + i);
   }
   b.largest[head] = largest;
-  b.total[head] = total;
+  b.total[head] = SumOfLanes(total);
 }
 
 template <int kHeads>
