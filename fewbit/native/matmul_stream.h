@@ -30,9 +30,12 @@ constexpr int BitsOf(int decoding) {
   return decoding == kTable4 ? 4 : decoding > kTable4 ? 8 : decoding + 1;
 }
 
+// The masked bits of a word, `shift` places further down (up, if negative).
 template <class T>
 FEWBIT_INLINE typename T::I Plane(const uint8_t* words, int row, int shift, int32_t mask) {
-  return T::And(T::ShiftRight(T::LoadI(words + row * kPanel * 4), shift), T::SetI(mask));
+  const typename T::I word = T::LoadI(words + row * kPanel * 4);
+  return T::And(shift < 0 ? T::ShiftLeft(word, -shift) : T::ShiftRight(word, shift),
+                T::SetI(mask));
 }
 
 // Quad q of a block, whose words for these 16 columns start at `words`: planes of 4, 2 and 1 bits,
@@ -53,12 +56,11 @@ FEWBIT_INLINE typename T::I Quad(const uint8_t* words, int q) {
       code = Plane<T>(words, q / 2, q % 2 * 4, 0x0f0f0f0f);
     }
     if constexpr (kTwo != 0) {
-      typename T::I two = Plane<T>(words, kFour + q / 4, q % 4 * 2, 0x03030303);
-      code = kFour ? T::Or(code, T::ShiftLeft(two, kFour)) : two;
+      code = T::Or(code, Plane<T>(words, kFour + q / 4, q % 4 * 2 - kFour, 0x03030303 << kFour));
     }
     if constexpr (kOne != 0) {
-      typename T::I one = Plane<T>(words, kFour + kTwo, q, 0x01010101);
-      code = kFour + kTwo ? T::Or(code, T::ShiftLeft(one, kFour + kTwo)) : one;
+      constexpr int kAbove = kFour + kTwo;
+      code = T::Or(code, Plane<T>(words, kAbove, q - kAbove, 0x01010101 << kAbove));
     }
     return code;
   }
