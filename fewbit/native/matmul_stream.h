@@ -22,9 +22,17 @@
 namespace fewbit {
 namespace {
 
-// While a group is summed its sums sit in registers; longer groups are cut so that a piece of the
-// panel stays in the L1 cache when more rows than registers allow read it in several passes.
+// Longer groups are cut: a float sum of fewer products is nearer to the truth, and where rows or
+// columns beyond the registers take further passes, these find a piece in the L1 cache. If one row
+// takes several, pieces (T::kPieceQuads) are shorter than that, so that the panel arrives from
+// memory in the order in which it lies there and without a pause.
 constexpr int64_t kStreamQuads = 64;
+
+// Vectors of a panel: an instruction set with few registers streams vectors of fewer lanes.
+template <class T>
+constexpr int Vectors() {
+  return kPanel / T::kWidth;
+}
 
 constexpr int BitsOf(int decoding) {
   return decoding == kTable4 ? 4 : decoding > kTable4 ? 8 : decoding + 1;
@@ -81,7 +89,7 @@ FEWBIT_INLINE Meaning<T, kDecoding> MeaningOf(const Panel& panel, int64_t group,
   } else if (panel.zero == nullptr) {
     return T::SetF(kMagic + static_cast<float>(panel.shared_zero));
   } else {
-    const uint8_t* zero = panel.zero + group * kPanel + vector * kLanes;
+    const uint8_t* zero = panel.zero + group * kPanel + vector * T::kWidth;
     return T::AddF(T::ToFloat(T::LoadBytes(zero)), T::SetF(kMagic));
   }
 }
@@ -92,8 +100,12 @@ template <class T, int kDecoding>
 FEWBIT_INLINE typename T::F BiasedValue(typename T::I quad, int i) {
   constexpr int kShift = kDecoding == kE4m3 ? 4 : 3;
   constexpr uint32_t kMask = kDecoding == kE4m3 ? 0x87f00000u : 0x8fe00000u;
-  const typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
-  return T::AsFloat(T::And(bits, T::SetI(static_cast<int32_t>(kMask))));
+  if constexpr (T::kHalfSteps) {
+    return T::AsFloat(T::template MovedByte<kShift, kMask>(quad, i));
+  } else {
+    const typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
+    return T::AsFloat(T::And(bits, T::SetI(static_cast<int32_t>(kMask))));
+  }
 }
 
 // The numbers (without scale) of byte i of each lane.
@@ -130,7 +142,7 @@ FEWBIT_INLINE typename T::I AllOnesFrom(typename T::I code, int width) {
 // Not inlined: it would be repeated in every kernel, and runs once per group.
 template <class T>
 __attribute__((noinline)) typename T::F Scale(const Panel& panel, int64_t group, int vector) {
-  const int64_t at = group * kPanel + vector * kLanes;
+  const int64_t at = group * kPanel + vector * T::kWidth;
   switch (panel.scale_type) {
     case kScaleF32:
       return T::LoadF(panel.scale + at * 4);
@@ -157,7 +169,7 @@ __attribute__((noinline)) typename T::F Scale(const Panel& panel, int64_t group,
 // The usual types are read in place: with groups of 32 a call would cost as much as the group.
 template <class T>
 FEWBIT_INLINE typename T::F UsualScale(const Panel& panel, int64_t group, int vector) {
-  const int64_t at = group * kPanel + vector * kLanes;
+  const int64_t at = group * kPanel + vector * T::kWidth;
   if (panel.scale_type == kScaleF16) {
     return T::LoadHalf(panel.scale + at * 2);
   }
@@ -175,7 +187,7 @@ FEWBIT_INLINE void FloatUnit(const uint8_t* block, const float* x, int64_t x_str
   for (int q = kFirst; q < kFirst + 4; ++q) {
     FEWBIT_UNROLL
     for (int j = 0; j < kN; ++j) {
-      const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * kLanes * 4, q);
+      const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * T::kWidth * 4, q);
       FEWBIT_UNROLL
       for (int i = 0; i < 4; ++i) {
         const typename T::F w =
@@ -222,24 +234,25 @@ void StreamTable(const StreamFloat& s) {
   }
 }
 
+// A panel in passes over as many of its columns as the registers have sums for.
 template <class T, int kDecoding, int kRows>
-void StreamFloatRows(const StreamFloat& s) {
-  if constexpr (T::kOwnTable && kDecoding == kTable4 && kRows == 1) {
-    StreamTable<T>(s);
-    return;
-  }
+void StreamFloatPasses(const StreamFloat& s) {
   constexpr int kN = SideBySide<T>(kRows);
   constexpr int64_t kBlockBytes = BitsOf(kDecoding) * kPanel * 4;
+  constexpr bool kCarries = T::kPieceQuads < kStreamQuads;
   const Panel& panel = s.panel;
-  for (int v = 0; v < kVectors * kRows; ++v) {
-    T::StoreF(s.out + v * kLanes, T::SetF(0.0f));
+  alignas(64) float carried[kRows][kPanel];
+  for (int v = 0; v < Vectors<T>() * kRows; ++v) {
+    T::StoreF(s.out + v * T::kWidth, T::SetF(0.0f));
   }
   for (int64_t segment = 0; segment < panel.segments; ++segment) {
     const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
     const int64_t group = panel.segment_group[segment];
-    for (int64_t from = begin; from < end; from += kStreamQuads) {
-      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
-      for (int v = 0; v < kVectors; v += kN) {
+    for (int64_t from = begin; from < end; from += T::kPieceQuads) {
+      const int64_t to = end - from < T::kPieceQuads ? end : from + T::kPieceQuads;
+      const bool resumes = kCarries && (from - begin) % kStreamQuads != 0;
+      const bool goes_on = kCarries && to < end && (to - begin) % kStreamQuads != 0;
+      for (int v = 0; v < Vectors<T>(); v += kN) {
         Meaning<T, kDecoding> meaning[kN];
         typename T::F sum[kRows][kN];
         FEWBIT_UNROLL
@@ -247,10 +260,10 @@ void StreamFloatRows(const StreamFloat& s) {
           meaning[j] = MeaningOf<T, kDecoding>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
-            sum[m][j] = T::SetF(0.0f);
+            sum[m][j] = resumes ? T::LoadF(carried[m] + (v + j) * T::kWidth) : T::SetF(0.0f);
           }
         }
-        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * T::kWidth * 4;
         const float* x = s.x + from * 4;
         for (int64_t q = from; q < to;) {
           if (q % kBlockQuads == 0) {
@@ -264,15 +277,32 @@ void StreamFloatRows(const StreamFloat& s) {
         }
         FEWBIT_UNROLL
         for (int j = 0; j < kN; ++j) {
-          const typename T::F scale = Scale<T>(panel, group, v + j);
+          const int column = (v + j) * T::kWidth;
+          if (goes_on) {
+            FEWBIT_UNROLL
+            for (int m = 0; m < kRows; ++m) {
+              T::StoreF(carried[m] + column, sum[m][j]);
+            }
+            continue;
+          }
+          const typename T::F scale = UsualScale<T>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
-            float* out = s.out + m * kPanel + (v + j) * kLanes;
+            float* out = s.out + m * kPanel + column;
             T::StoreF(out, T::Fma(sum[m][j], scale, T::LoadF(out)));
           }
         }
       }
     }
+  }
+}
+
+template <class T, int kDecoding, int kRows>
+void StreamFloatRows(const StreamFloat& s) {
+  if constexpr (T::kOwnTable && kDecoding == kTable4 && kRows == 1) {
+    StreamTable<T>(s);
+  } else {
+    StreamFloatPasses<typename T::Stream, kDecoding, kRows>(s);
   }
 }
 
