@@ -1,5 +1,5 @@
 // The elementwise functions in plain C++ that compilers vectorize, compiled once per instruction
-// set. Internal linkage only, as in matmul_stream.h.
+// set. Internal linkage only, as in matmul_decode.h.
 //
 // Comparisons are written so that NaN falls through to the arithmetic and stays.
 

@@ -1,5 +1,5 @@
 // Few rows of integers: exact sums of codes, scaled per group. Internal linkage only, as in
-// matmul_stream.h.
+// matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_STREAM_INT_H_
 #define FEWBIT_NATIVE_MATMUL_STREAM_INT_H_
