@@ -174,16 +174,15 @@ struct Portable {
       }
     }
     F Total() const {
-      alignas(16) float total[16];
-      for (int c = 0; c < 8; ++c) {
-        total[c * 2] = sum[c][0] + sum[c][1];
-        total[c * 2 + 1] = sum[c][2] + sum[c][3];
-      }
-      return LoadF(total);
+      return {Total4(sum[0], sum[1]), Total4(sum[2], sum[3]), Total4(sum[4], sum[5]),
+              Total4(sum[6], sum[7])};
     }
 
    private:
     typedef double D2 __attribute__((vector_size(16)));
+    static F4 Total4(F4 x, F4 y) {
+      return F4{x[0], x[2], y[0], y[2]} + F4{x[1], x[3], y[1], y[3]};
+    }
     static double Pair(const WideTable& table, size_t code) {  // two floats, moved as one
       double pair;
       std::memcpy(&pair, table.pairs + code * 2, sizeof pair);

@@ -63,7 +63,7 @@ void StreamTable(const StreamFloat& s) {
           sums.Add(table, words, s.x + q * 4);
         }
         float* out = s.out + v * kLanes;
-        const typename T::F scale = Scale<T>(panel, panel.segment_group[segment], v);
+        const typename T::F scale = UsualScale<T>(panel, panel.segment_group[segment], v);
         T::StoreF(out, T::Fma(sums.Total(), scale, T::LoadF(out)));
       }
     }

@@ -152,6 +152,23 @@ void StreamIntPanel(const StreamInt& s) {
   }
 }
 
+// What usually follows the sums of a group, without the questions that others ask for each vector:
+// with groups of 32 those take as long as a part of the group.
+template <class T, int kRows, int kN>
+FEWBIT_INLINE void AddUsual(const StreamInt& s, int64_t segment, int v,
+                            const typename T::I (*sum)[kN]) {
+  FEWBIT_UNROLL
+  for (int j = 0; j < kN; ++j) {
+    const typename T::F scale = UsualScale<T>(s.panel, s.panel.segment_group[segment], v + j);
+    FEWBIT_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      const typename T::I zeros = T::SetI(s.sums[m * s.panel.segments + segment]);
+      float* out = static_cast<float*>(s.out) + m * kPanel + (v + j) * T::kWidth;
+      T::StoreF(out, T::Fma(T::ToFloat(T::AddI(sum[m][j], zeros)), scale, T::LoadF(out)));
+    }
+  }
+}
+
 // A panel in passes over as many of its columns as the registers have sums for.
 template <class T, int kBits, int kRows>
 void StreamIntPasses(const StreamInt& s) {
@@ -160,6 +177,9 @@ void StreamIntPasses(const StreamInt& s) {
   constexpr int64_t kBlockBytes = kBits * kPanel * 4;
   constexpr bool kFetches = kBits < 8 || kRows > 1;
   const Panel& panel = s.panel;
+  // Where registers are so few that vectors are short, a second way out costs more than the questions.
+  constexpr bool kTwoWays = T::kWidth == kLanes;
+  const bool usual = kTwoWays && panel.zero == nullptr && !s.raw && !s.scale_each;
   alignas(64) int32_t carried[kRows][kPanel];
   for (int v = 0; v < Vectors<T>() * kRows; ++v) {
     T::StoreI(static_cast<int32_t*>(s.out) + v * T::kWidth, T::SetI(0));
@@ -203,10 +223,15 @@ void StreamIntPasses(const StreamInt& s) {
           }
           continue;
         }
-        FEWBIT_UNROLL
+        if (usual) {
+          AddUsual<T, kRows, kN>(s, segment, v, sum);
+          continue;
+        }
+        FEWBIT_UNROLL  // or the sums would have to lie in memory
         for (int j = 0; j < kN; ++j) {
           const int column = (v + j) * T::kWidth;
-          const typename T::F scale = UsualScale<T>(panel, group, v + j);
+          const typename T::F scale =
+              kTwoWays ? Scale<T>(panel, group, v + j) : UsualScale<T>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
             typename T::I zeros = T::SetI(s.sums[m * panel.segments + segment]);
