@@ -1,5 +1,5 @@
 // Attention over one block of positions, in the compiler's own vectors, compiled once per
-// instruction set. Internal linkage only, as in matmul_stream.h.
+// instruction set. Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_ATTENTION_LOOPS_H_
 #define FEWBIT_NATIVE_ATTENTION_LOOPS_H_

@@ -1,10 +1,10 @@
 // Few rows times plain codes: every code is read once, where it lies, and nothing is packed.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_CODES_DIRECT_H_
 #define FEWBIT_NATIVE_CODES_DIRECT_H_
 
-#include "matmul_stream.h"
+#include "matmul_decode.h"
 
 namespace fewbit {
 namespace {

@@ -1,5 +1,5 @@
 // Codes out of plain arrays, in the order in which the tiles read them.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_CODES_PACK_H_
 #define FEWBIT_NATIVE_CODES_PACK_H_

@@ -1,5 +1,5 @@
 // Columns of floats to int8 codes with a scale each, as QuantizeOneRow does for rows.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_CODES_QUANTIZE_H_
 #define FEWBIT_NATIVE_CODES_QUANTIZE_H_

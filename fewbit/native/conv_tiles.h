@@ -1,11 +1,11 @@
 // The kernels of convolutions, written once over an instruction set `T` (isa_*.h) and compiled in
-// one unit per set. Internal linkage only, as in matmul_stream.h.
+// one unit per set. Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_CONV_TILES_H_
 #define FEWBIT_NATIVE_CONV_TILES_H_
 
 #include "conv_kernels.h"
-#include "matmul_stream.h"
+#include "matmul_decode.h"
 #include "quantize_codes.h"
 
 namespace fewbit {

@@ -1,5 +1,5 @@
 // Exponentials and what is made of them, in plain C++ that compilers vectorize, compiled once per
-// instruction set. Internal linkage only, as in matmul_stream.h.
+// instruction set. Internal linkage only, as in matmul_decode.h.
 //
 // Comparisons are written so that NaN falls through to the arithmetic and stays.
 
@@ -12,6 +12,7 @@
 namespace fewbit {
 namespace {
 
+constexpr float kRound = 12582912.0f;        // 1.5 * 2^23: a sum's low bits are an integer
 constexpr float kSmallestExponent = -87.0f;  // below, exp is a subnormal float and counts as 0
 
 inline float Float(int32_t bits) {
@@ -35,6 +36,16 @@ inline float MulAdd(float a, float b, float c) {
 #endif
 }
 
+// Of magnitudes below 2^22.
+inline float Floor(float x) {
+#if defined(__FMA__)
+  return __builtin_floorf(x);
+#else
+  const float nearest = (x + kRound) - kRound;  // SSE2 has no instruction for it
+  return nearest > x ? nearest - 1.0f : nearest;
+#endif
+}
+
 inline float Magnitude(float x) { return Float(Bits(x) & 0x7fffffff); }
 
 // x = n ln 2 + r with |r| <= ln 2 / 2, for x from kSmallestExponent to 0.
@@ -44,7 +55,6 @@ struct Reduced {
 };
 
 inline Reduced Reduce(float x) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: the sum's low bits are an integer
   constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f;  // ln 2, the first part exact
   const float rounded = MulAdd(x, 1.44269504f, kRound);
   const float n = rounded - kRound;
@@ -68,10 +78,26 @@ inline float ExpOfNegative(float x) {
   return x < kSmallestExponent ? 0.0f : e;
 }
 
-inline float Sigmoid(float x) {
-  const float e = ExpOfNegative(-Magnitude(x)), one = 1.0f / (1.0f + e);
-  return x < 0.0f ? e * one : one;
+// e^x by the operations of XLA's CPU compiler, one by one: what is fused with a product and what is
+// not then give the same bits, where the CPU rounds a product and a sum once and XLA makes use of it.
+inline float ExpOfXla(float x) {
+  const float low = -87.8f > x ? -87.8f : x, inside = 88.8f < low ? 88.8f : low;
+  const float floor = Floor(MulAdd(inside, 1.44269504f, 0.5f));
+  const float n = 127.0f < floor ? 127.0f : floor;
+  const float r = MulAdd(n, 2.12194440e-4f, MulAdd(n, -0.693359375f, inside));
+  float p = 1.9875691500e-4f;
+  p = MulAdd(p, r, 1.3981999507e-3f);
+  p = MulAdd(p, r, 8.3334519073e-3f);
+  p = MulAdd(p, r, 4.1665795894e-2f);
+  p = MulAdd(p, r, 1.6666665459e-1f);
+  p = MulAdd(p, r, 0.5f);
+  const float value = 1.0f + MulAdd(p, r * r, r);
+  // n + 127 are the low bits of this sum; -127 makes 0.
+  const uint32_t exponent = static_cast<uint32_t>(Bits(n + (kRound + 127.0f)));
+  return value * Float(static_cast<int32_t>(exponent << 23));
 }
+
+inline float Sigmoid(float x) { return 1.0f / (1.0f + ExpOfXla(-x)); }
 
 // Through e^y - 1, which does not cancel where y is small.
 inline float Tanh(float x) {

@@ -1,5 +1,5 @@
 // The elementwise functions in plain C++ that compilers vectorize, compiled once per instruction
-// set. Internal linkage only, as in matmul_stream.h.
+// set. Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_FINISH_LOOPS_H_
 #define FEWBIT_NATIVE_FINISH_LOOPS_H_

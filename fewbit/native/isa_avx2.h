@@ -18,6 +18,7 @@ struct Avx2 : Avx2Tables {
     __m256i a, b;
   };
   using D = __m256;
+  using Stream = Avx2;
   // Two registers of eight values: a permutation reaches eight.
   struct Table {
     __m256 low, high;
@@ -28,10 +29,12 @@ struct Avx2 : Avx2Tables {
   static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamIntRows = 4, kStreamVectors = 4;
+  static constexpr int kWidth = 16, kPieceQuads = 64;
   static constexpr int kDotRows = 3, kDotLanes = 8;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kWholePanels = false;
   static constexpr bool kOwnTable = true, kOwnTableDots = true;
+  static constexpr bool kHalfSteps = false;
 
   static I LoadI(const void* p) {
     const __m256i* v = static_cast<const __m256i*>(p);

@@ -18,6 +18,7 @@ struct Avx512 {
   using I = __m512i;
   using F = __m512;
   using D = __m512;
+  using Stream = Avx512;
   using Table = __m512;
 
   static constexpr int kFloatRows = 6, kFloatVectors = 4;
@@ -25,10 +26,12 @@ struct Avx512 {
   static constexpr int kGroupRows = 6, kGroupVectors = 2;
   static constexpr int kPlaneRows = 4;
   static constexpr int kStreamRows = 4, kStreamIntRows = 8, kStreamVectors = 4;
+  static constexpr int kWidth = 16, kPieceQuads = 64;
   static constexpr int kDotRows = 6, kDotLanes = 16;
   static constexpr bool kPanelIsUnpacked = true;
   static constexpr bool kWholePanels = true;
   static constexpr bool kOwnTable = false, kOwnTableDots = false;
+  static constexpr bool kHalfSteps = false;
 
   static I LoadI(const void* p) { return _mm512_loadu_si512(p); }
   static void StoreI(int32_t* p, I v) { _mm512_storeu_si512(p, v); }

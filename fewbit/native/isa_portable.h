@@ -6,10 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
+#include "isa_portable_four.h"
 #include "matmul_kernels.h"
 
 namespace fewbit {
@@ -20,7 +17,6 @@ struct Portable {
   typedef uint32_t U4 __attribute__((vector_size(16)));
   typedef float F4 __attribute__((vector_size(16)));
   typedef uint16_t U8 __attribute__((vector_size(16)));
-  typedef int16_t S8 __attribute__((vector_size(16)));
   struct I {
     I4 a, b, c, d;
   };
@@ -28,20 +24,23 @@ struct Portable {
     F4 a, b, c, d;
   };
   using D = F4;
+  using Stream = Portable4;
   using Table = const float*;
 
   static constexpr int kFloatRows = 2, kFloatVectors = 1;
   static constexpr int kIntRows = 2, kIntVectors = 1;
   static constexpr int kGroupRows = 0;
   static constexpr int kPlaneRows = 2;
-  static constexpr int kStreamRows = 1, kStreamIntRows = 1, kStreamVectors = 1;
+  static constexpr int kStreamRows = 1, kStreamIntRows = 1;
+  static constexpr int kWidth = 16;
   static constexpr int kDotRows = 2, kDotLanes = 4;
   static constexpr bool kPanelIsUnpacked = false;
   static constexpr bool kWholePanels = false;
   static constexpr bool kOwnTable = true, kOwnTableDots = false;
+  static constexpr bool kHalfSteps = false;
 
   static I LoadI(const void* p) { return Load<I>(p); }
-  static void StoreI(int32_t* p, I v) { std::memcpy(p, &v, sizeof v); }
+  static void StoreI(int32_t* p, I v) { Store(p, v); }
   static I SetI(int32_t v) {
     const I4 w = {v, v, v, v};
     return {w, w, w, w};
@@ -76,7 +75,7 @@ struct Portable {
   static I ShiftRightSigned(I x, int n) { return {x.a >> n, x.b >> n, x.c >> n, x.d >> n}; }
 
   static F LoadF(const void* p) { return Load<F>(p); }
-  static void StoreF(float* p, F v) { std::memcpy(p, &v, sizeof v); }
+  static void StoreF(float* p, F v) { Store(p, v); }
   static F LoadHalf(const void* p) {
     const I half = LoadShorts(p);
     const I magnitude = And(half, SetI(0x7fff));
@@ -115,8 +114,8 @@ struct Portable {
   }
 
   static D ZeroD() { return D{0, 0, 0, 0}; }
-  static D LoadD(const float* p) { return Load<D>(p); }
-  static void StoreD(float* p, D v) { std::memcpy(p, &v, sizeof v); }
+  static D LoadD(const float* p) { return Portable4::LoadF(p); }
+  static void StoreD(float* p, D v) { Portable4::StoreF(p, v); }
   static D FmaD(D x, D y, D z) { return x * y + z; }
   static D AddDot(D sum, F x, F y) {
     return sum + x.a * y.a + x.b * y.b + (x.c * y.c + x.d * y.d);
@@ -157,28 +156,34 @@ struct Portable {
       }
     }
     void Add(const WideTable& table, const uint8_t* words, const float* x) {
+      F4 xs[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        const F4 xs = {x[i], x[i + 4], x[i], x[i + 4]};
+        xs[i] = F4{x[i], x[i + 4], x[i], x[i + 4]};
+      }
 #pragma GCC unroll 8
-        for (int c = 0; c < 8; ++c) {
-          const D2 both = {Pair(table, words[c * 8 + i]), Pair(table, words[c * 8 + 4 + i])};
-          sum[c] += F4(both) * xs;
+      for (int c = 0; c < 8; ++c) {
+        // Whole words: a load for each byte would compete with those from the table.
+        uint32_t word[2];
+        std::memcpy(word, words + c * 8, sizeof word);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const D2 both = {Pair(table, word[0] >> 8 * i & 255), Pair(table, word[1] >> 8 * i & 255)};
+          sum[c] += F4(both) * xs[i];
         }
       }
     }
     F Total() const {
-      alignas(16) float total[16];
-      for (int c = 0; c < 8; ++c) {
-        total[c * 2] = sum[c][0] + sum[c][1];
-        total[c * 2 + 1] = sum[c][2] + sum[c][3];
-      }
-      return LoadF(total);
+      return {Total4(sum[0], sum[1]), Total4(sum[2], sum[3]), Total4(sum[4], sum[5]),
+              Total4(sum[6], sum[7])};
     }
 
    private:
     typedef double D2 __attribute__((vector_size(16)));
-    static double Pair(const WideTable& table, uint8_t code) {  // two floats, moved as one
+    static F4 Total4(F4 x, F4 y) {
+      return F4{x[0], x[2], y[0], y[2]} + F4{x[1], x[3], y[1], y[3]};
+    }
+    static double Pair(const WideTable& table, size_t code) {  // two floats, moved as one
       double pair;
       std::memcpy(&pair, table.pairs + code * 2, sizeof pair);
       return pair;
@@ -236,11 +241,20 @@ struct Portable {
   }
 
  private:
+  // In parts: copied as a whole, a vector would go through the stack.
   template <class V>
   static V Load(const void* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
+    const char* at = static_cast<const char*>(p);
+    return {Portable4::Load<decltype(V::a)>(at), Portable4::Load<decltype(V::a)>(at + 16),
+            Portable4::Load<decltype(V::a)>(at + 32), Portable4::Load<decltype(V::a)>(at + 48)};
+  }
+  template <class V>
+  static void Store(void* p, const V& v) {
+    char* at = static_cast<char*>(p);
+    std::memcpy(at, &v.a, 16);
+    std::memcpy(at + 16, &v.b, 16);
+    std::memcpy(at + 32, &v.c, 16);
+    std::memcpy(at + 48, &v.d, 16);
   }
   template <class Narrow>
   static I Widened(const void* p) {
@@ -260,15 +274,7 @@ struct Portable {
   static I Odd(I quad) {
     return {I4(U8(quad.a) >> 8), I4(U8(quad.b) >> 8), I4(U8(quad.c) >> 8), I4(U8(quad.d) >> 8)};
   }
-  // Products of 16-bit numbers, added in pairs.
-  static I4 Madd(I4 x, I4 y) {
-#if defined(__SSE2__)
-    // Part of every x86-64; without it compilers multiply 32-bit numbers, which SSE2 cannot.
-    return I4(_mm_madd_epi16(__m128i(x), __m128i(y)));
-#else
-    return ((x << 16) >> 16) * ((y << 16) >> 16) + (x >> 16) * (y >> 16);
-#endif
-  }
+  static I4 Madd(I4 x, I4 y) { return Portable4::Madd(x, y); }
 };
 
 }  // namespace

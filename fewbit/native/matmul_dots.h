@@ -1,11 +1,11 @@
 // The transposed product g · Wᵀ: columns are summed, and they are what lies along the lanes.
 // So a sum stays a vector of lanes for each k, added up at its end, and nothing is transposed.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_DOTS_H_
 #define FEWBIT_NATIVE_MATMUL_DOTS_H_
 
-#include "matmul_stream.h"
+#include "matmul_decode.h"
 
 namespace fewbit {
 namespace {

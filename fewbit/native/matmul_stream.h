@@ -1,169 +1,19 @@
-// The kernels, written once over an instruction set `T` (isa_*.h) and compiled in one unit per set.
-// Everything has internal linkage and uses plain pointers; see matmul_kernels.h for why.
+// Few rows of floats: a panel is read once and decoded on the way. Internal linkage only, as in
+// matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_STREAM_H_
 #define FEWBIT_NATIVE_MATMUL_STREAM_H_
 
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-
-#include "matmul_kernels.h"
-
-#if defined(FEWBIT_SANITIZED)
-// Unrolled and with every access checked, the kernels would take a quarter of an hour to compile.
-#define FEWBIT_INLINE inline
-#define FEWBIT_UNROLL
-#else
-#define FEWBIT_INLINE inline __attribute__((always_inline))
-#define FEWBIT_UNROLL _Pragma("GCC unroll 64")
-#endif
+#include "matmul_decode.h"
 
 namespace fewbit {
 namespace {
 
-// While a group is summed its sums sit in registers; longer groups are cut so that a piece of the
-// panel stays in the L1 cache when more rows than registers allow read it in several passes.
+// Longer groups are cut: a float sum of fewer products is nearer to the truth, and where rows or
+// columns beyond the registers take further passes, these find a piece in the L1 cache. If one row
+// takes several, pieces (T::kPieceQuads) are shorter than that, so that the panel arrives from
+// memory in the order in which it lies there and without a pause.
 constexpr int64_t kStreamQuads = 64;
-
-constexpr int BitsOf(int decoding) {
-  return decoding == kTable4 ? 4 : decoding > kTable4 ? 8 : decoding + 1;
-}
-
-template <class T>
-FEWBIT_INLINE typename T::I Plane(const uint8_t* words, int row, int shift, int32_t mask) {
-  return T::And(T::ShiftRight(T::LoadI(words + row * kPanel * 4), shift), T::SetI(mask));
-}
-
-// Quad q of a block, whose words for these 16 columns start at `words`: planes of 4, 2 and 1 bits,
-// the largest one holding the lowest bits.
-template <class T, int kBits>
-FEWBIT_INLINE typename T::I Quad(const uint8_t* words, int q) {
-  if constexpr (kBits == 8) {
-    return T::LoadI(words + q * kPanel * 4);
-  } else if constexpr (kBits == 1) {
-    // A sign: 0 or 2, so that a zero point of 1 gives -1 or 1.
-    const typename T::I word = T::LoadI(words);
-    return T::And(q == 0 ? T::ShiftLeft(word, 1) : T::ShiftRight(word, q - 1),
-                  T::SetI(0x02020202));
-  } else {
-    constexpr int kFour = kBits & 4, kTwo = kBits & 2, kOne = kBits & 1;
-    typename T::I code = T::SetI(0);
-    if constexpr (kFour != 0) {
-      code = Plane<T>(words, q / 2, q % 2 * 4, 0x0f0f0f0f);
-    }
-    if constexpr (kTwo != 0) {
-      typename T::I two = Plane<T>(words, kFour + q / 4, q % 4 * 2, 0x03030303);
-      code = kFour ? T::Or(code, T::ShiftLeft(two, kFour)) : two;
-    }
-    if constexpr (kOne != 0) {
-      typename T::I one = Plane<T>(words, kFour + kTwo, q, 0x01010101);
-      code = kFour + kTwo ? T::Or(code, T::ShiftLeft(one, kFour + kTwo)) : one;
-    }
-    return code;
-  }
-}
-
-// What a decoding needs besides the code: 2^23 + zero point, for 16 columns of one group, or a
-// table for all.
-template <class T, int kDecoding>
-using Meaning = std::conditional_t<kDecoding == kTable4, typename T::Table, typename T::F>;
-
-template <class T, int kDecoding>
-FEWBIT_INLINE Meaning<T, kDecoding> MeaningOf(const Panel& panel, int64_t group, int vector) {
-  constexpr float kMagic = 8388608.0f;
-  if constexpr (kDecoding == kTable4) {
-    return T::LoadTable(panel.table);
-  } else if constexpr (kDecoding > kInt8) {
-    return T::SetF(0.0f);
-  } else if (panel.zero == nullptr) {
-    return T::SetF(kMagic + static_cast<float>(panel.shared_zero));
-  } else {
-    const uint8_t* zero = panel.zero + group * kPanel + vector * kLanes;
-    return T::AddF(T::ToFloat(T::LoadBytes(zero)), T::SetF(kMagic));
-  }
-}
-
-// An fp8 byte's sign, exponent and mantissa moved to where a float has them: a float whose exponent
-// bias is off by a constant, subnormal numbers included.
-template <class T, int kDecoding>
-FEWBIT_INLINE typename T::F BiasedValue(typename T::I quad, int i) {
-  constexpr int kShift = kDecoding == kE4m3 ? 4 : 3;
-  constexpr uint32_t kMask = kDecoding == kE4m3 ? 0x87f00000u : 0x8fe00000u;
-  const typename T::I bits = T::ShiftRightSigned(T::ShiftLeft(quad, 24 - 8 * i), kShift);
-  return T::AsFloat(T::And(bits, T::SetI(static_cast<int32_t>(kMask))));
-}
-
-// The numbers (without scale) of byte i of each lane.
-template <class T, int kDecoding>
-FEWBIT_INLINE typename T::F Value(typename T::I quad, int i, const Meaning<T, kDecoding>& meaning) {
-  if constexpr (kDecoding <= kInt8) {
-    // A byte below the exponent of 2^23 is the float 2^23 + byte, and the difference is exact.
-    return T::SubF(T::ByteOverMagic(quad, i), meaning);
-  } else if constexpr (kDecoding == kTable4) {
-    return T::LookUp(meaning, T::ShiftRight(quad, 8 * i));
-  } else {
-    return T::MulF(BiasedValue<T, kDecoding>(quad, i),
-                   T::SetF(kDecoding == kE4m3 ? kBiasE4m3 : kBiasE5m2));
-  }
-}
-
-// The same, for kernels whose caller has taken the bias of fp8 out of the product.
-template <class T, int kDecoding>
-FEWBIT_INLINE typename T::F StreamedValue(typename T::I quad, int i,
-                                          const Meaning<T, kDecoding>& meaning) {
-  if constexpr (kDecoding > kTable4) {
-    return BiasedValue<T, kDecoding>(quad, i);
-  } else {
-    return Value<T, kDecoding>(quad, i, meaning);
-  }
-}
-
-// All bits where the code is the largest of its width (the NaN of scale formats), else none.
-template <class T>
-FEWBIT_INLINE typename T::I AllOnesFrom(typename T::I code, int width) {
-  return T::SubI(T::SetI(0), T::ShiftRight(T::AddI(code, T::SetI(1)), width));
-}
-
-// Not inlined: it would be repeated in every kernel, and runs once per group.
-template <class T>
-__attribute__((noinline)) typename T::F Scale(const Panel& panel, int64_t group, int vector) {
-  const int64_t at = group * kPanel + vector * kLanes;
-  switch (panel.scale_type) {
-    case kScaleF32:
-      return T::LoadF(panel.scale + at * 4);
-    case kScaleF16:
-      return T::LoadHalf(panel.scale + at * 2);
-    case kScaleBf16:
-      return T::AsFloat(T::ShiftLeft(T::LoadShorts(panel.scale + at * 2), 16));
-    case kScaleE8m0: {
-      // Code 0 is 2^-127, which a float has only as a subnormal number; 255 is NaN.
-      const typename T::I code = T::LoadBytes(panel.scale + at);
-      const typename T::I bits = T::MaxI(T::ShiftLeft(code, 23), T::SetI(0x00400000));
-      return T::AsFloat(T::Or(bits, AllOnesFrom<T>(code, 8)));
-    }
-    case kScaleE4m3: {
-      const typename T::I code = T::LoadBytes(panel.scale + at);
-      const typename T::F value = Value<T, kE4m3>(code, 0, T::SetF(0.0f));
-      const typename T::I nan = AllOnesFrom<T>(T::And(code, T::SetI(0x7f)), 7);
-      return T::AsFloat(T::Or(T::AsInt(value), nan));
-    }
-  }
-  return T::SetF(1.0f);
-}
-
-// The usual types are read in place: with groups of 32 a call would cost as much as the group.
-template <class T>
-FEWBIT_INLINE typename T::F UsualScale(const Panel& panel, int64_t group, int vector) {
-  const int64_t at = group * kPanel + vector * kLanes;
-  if (panel.scale_type == kScaleF16) {
-    return T::LoadHalf(panel.scale + at * 2);
-  }
-  if (panel.scale_type == kScaleF32) {
-    return T::LoadF(panel.scale + at * 4);
-  }
-  return Scale<T>(panel, group, vector);
-}
 
 // Four quads, the half block that starts at quad kFirst, of `kN` vectors from the first, for kRows.
 template <class T, int kDecoding, int kRows, int kN, int kFirst>
@@ -173,7 +23,7 @@ FEWBIT_INLINE void FloatUnit(const uint8_t* block, const float* x, int64_t x_str
   for (int q = kFirst; q < kFirst + 4; ++q) {
     FEWBIT_UNROLL
     for (int j = 0; j < kN; ++j) {
-      const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * kLanes * 4, q);
+      const typename T::I quad = Quad<T, BitsOf(kDecoding)>(block + j * T::kWidth * 4, q);
       FEWBIT_UNROLL
       for (int i = 0; i < 4; ++i) {
         const typename T::F w =
@@ -213,31 +63,32 @@ void StreamTable(const StreamFloat& s) {
           sums.Add(table, words, s.x + q * 4);
         }
         float* out = s.out + v * kLanes;
-        const typename T::F scale = Scale<T>(panel, panel.segment_group[segment], v);
+        const typename T::F scale = UsualScale<T>(panel, panel.segment_group[segment], v);
         T::StoreF(out, T::Fma(sums.Total(), scale, T::LoadF(out)));
       }
     }
   }
 }
 
+// A panel in passes over as many of its columns as the registers have sums for.
 template <class T, int kDecoding, int kRows>
-void StreamFloatRows(const StreamFloat& s) {
-  if constexpr (T::kOwnTable && kDecoding == kTable4 && kRows == 1) {
-    StreamTable<T>(s);
-    return;
-  }
+void StreamFloatPasses(const StreamFloat& s) {
   constexpr int kN = SideBySide<T>(kRows);
   constexpr int64_t kBlockBytes = BitsOf(kDecoding) * kPanel * 4;
+  constexpr bool kCarries = T::kPieceQuads < kStreamQuads;
   const Panel& panel = s.panel;
-  for (int v = 0; v < kVectors * kRows; ++v) {
-    T::StoreF(s.out + v * kLanes, T::SetF(0.0f));
+  alignas(64) float carried[kRows][kPanel];
+  for (int v = 0; v < Vectors<T>() * kRows; ++v) {
+    T::StoreF(s.out + v * T::kWidth, T::SetF(0.0f));
   }
   for (int64_t segment = 0; segment < panel.segments; ++segment) {
     const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
     const int64_t group = panel.segment_group[segment];
-    for (int64_t from = begin; from < end; from += kStreamQuads) {
-      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
-      for (int v = 0; v < kVectors; v += kN) {
+    for (int64_t from = begin; from < end; from += T::kPieceQuads) {
+      const int64_t to = end - from < T::kPieceQuads ? end : from + T::kPieceQuads;
+      const bool resumes = kCarries && (from - begin) % kStreamQuads != 0;
+      const bool goes_on = kCarries && to < end && (to - begin) % kStreamQuads != 0;
+      for (int v = 0; v < Vectors<T>(); v += kN) {
         Meaning<T, kDecoding> meaning[kN];
         typename T::F sum[kRows][kN];
         FEWBIT_UNROLL
@@ -245,10 +96,10 @@ void StreamFloatRows(const StreamFloat& s) {
           meaning[j] = MeaningOf<T, kDecoding>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
-            sum[m][j] = T::SetF(0.0f);
+            sum[m][j] = resumes ? T::LoadF(carried[m] + (v + j) * T::kWidth) : T::SetF(0.0f);
           }
         }
-        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * T::kWidth * 4;
         const float* x = s.x + from * 4;
         for (int64_t q = from; q < to;) {
           if (q % kBlockQuads == 0) {
@@ -262,15 +113,32 @@ void StreamFloatRows(const StreamFloat& s) {
         }
         FEWBIT_UNROLL
         for (int j = 0; j < kN; ++j) {
-          const typename T::F scale = Scale<T>(panel, group, v + j);
+          const int column = (v + j) * T::kWidth;
+          if (goes_on) {
+            FEWBIT_UNROLL
+            for (int m = 0; m < kRows; ++m) {
+              T::StoreF(carried[m] + column, sum[m][j]);
+            }
+            continue;
+          }
+          const typename T::F scale = UsualScale<T>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
-            float* out = s.out + m * kPanel + (v + j) * kLanes;
+            float* out = s.out + m * kPanel + column;
             T::StoreF(out, T::Fma(sum[m][j], scale, T::LoadF(out)));
           }
         }
       }
     }
+  }
+}
+
+template <class T, int kDecoding, int kRows>
+void StreamFloatRows(const StreamFloat& s) {
+  if constexpr (T::kOwnTable && kDecoding == kTable4 && kRows == 1) {
+    StreamTable<T>(s);
+  } else {
+    StreamFloatPasses<typename T::Stream, kDecoding, kRows>(s);
   }
 }
 

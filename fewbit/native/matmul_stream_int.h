@@ -1,5 +1,5 @@
 // Few rows of integers: exact sums of codes, scaled per group. Internal linkage only, as in
-// matmul_stream.h.
+// matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_STREAM_INT_H_
 #define FEWBIT_NATIVE_MATMUL_STREAM_INT_H_
@@ -44,7 +44,7 @@ FEWBIT_INLINE void IntUnit(const uint8_t* block, const int32_t* a, int64_t a_str
     for (int q = 0; q < 4; ++q) {
       FEWBIT_UNROLL
       for (int j = 0; j < kN; ++j) {
-        const typename T::I quad = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+        const typename T::I quad = Quad<T, kBits>(block + j * T::kWidth * 4, kFirst + q);
         FEWBIT_UNROLL
         for (int m = 0; m < kRows; ++m) {
           sum[m][j] = T::template Dot<kBits>(sum[m][j], quad, a + m * a_stride + q * T::Words(kBits));
@@ -57,7 +57,7 @@ FEWBIT_INLINE void IntUnit(const uint8_t* block, const int32_t* a, int64_t a_str
       typename T::I quads[4];
       FEWBIT_UNROLL
       for (int q = 0; q < 4; ++q) {
-        quads[q] = Quad<T, kBits>(block + j * kLanes * 4, kFirst + q);
+        quads[q] = Quad<T, kBits>(block + j * T::kWidth * 4, kFirst + q);
       }
       FEWBIT_UNROLL
       for (int m = 0; m < kRows; ++m) {
@@ -152,36 +152,53 @@ void StreamIntPanel(const StreamInt& s) {
   }
 }
 
-template <class T, int kBits, int kRows>
-void StreamIntRows(const StreamInt& s) {
-  if constexpr (T::kWholePanels) {
-    StreamIntPanel<T, kBits, kRows, false>(s);
-    return;
+// What usually follows the sums of a group, without the questions that others ask for each vector:
+// with groups of 32 those take as long as a part of the group.
+template <class T, int kRows, int kN>
+FEWBIT_INLINE void AddUsual(const StreamInt& s, int64_t segment, int v,
+                            const typename T::I (*sum)[kN]) {
+  FEWBIT_UNROLL
+  for (int j = 0; j < kN; ++j) {
+    const typename T::F scale = UsualScale<T>(s.panel, s.panel.segment_group[segment], v + j);
+    FEWBIT_UNROLL
+    for (int m = 0; m < kRows; ++m) {
+      const typename T::I zeros = T::SetI(s.sums[m * s.panel.segments + segment]);
+      float* out = static_cast<float*>(s.out) + m * kPanel + (v + j) * T::kWidth;
+      T::StoreF(out, T::Fma(T::ToFloat(T::AddI(sum[m][j], zeros)), scale, T::LoadF(out)));
+    }
   }
+}
+
+// A panel in passes over as many of its columns as the registers have sums for.
+template <class T, int kBits, int kRows>
+void StreamIntPasses(const StreamInt& s) {
   constexpr int kN = SideBySide<T>(kRows);
   constexpr int kWords = T::Words(kBits);
   constexpr int64_t kBlockBytes = kBits * kPanel * 4;
   constexpr bool kFetches = kBits < 8 || kRows > 1;
   const Panel& panel = s.panel;
+  // Where registers are so few that vectors are short, a second way out costs more than the questions.
+  constexpr bool kTwoWays = T::kWidth == kLanes;
+  const bool usual = kTwoWays && panel.zero == nullptr && !s.raw && !s.scale_each;
   alignas(64) int32_t carried[kRows][kPanel];
-  for (int v = 0; v < kVectors * kRows; ++v) {
-    T::StoreI(static_cast<int32_t*>(s.out) + v * kLanes, T::SetI(0));
+  for (int v = 0; v < Vectors<T>() * kRows; ++v) {
+    T::StoreI(static_cast<int32_t*>(s.out) + v * T::kWidth, T::SetI(0));
   }
   for (int64_t segment = 0; segment < panel.segments; ++segment) {
     const int64_t begin = panel.segment_quads[segment], end = panel.segment_quads[segment + 1];
     const int64_t group = panel.segment_group[segment];
-    for (int64_t from = begin; from < end; from += kStreamQuads) {
-      const int64_t to = end - from < kStreamQuads ? end : from + kStreamQuads;
-      for (int v = 0; v < kVectors; v += kN) {
+    for (int64_t from = begin; from < end; from += T::kPieceQuads) {
+      const int64_t to = end - from < T::kPieceQuads ? end : from + T::kPieceQuads;
+      for (int v = 0; v < Vectors<T>(); v += kN) {
         typename T::I sum[kRows][kN];
         FEWBIT_UNROLL
         for (int m = 0; m < kRows; ++m) {
           FEWBIT_UNROLL
           for (int j = 0; j < kN; ++j) {
-            sum[m][j] = from == begin ? T::SetI(0) : T::LoadI(carried[m] + (v + j) * kLanes);
+            sum[m][j] = from == begin ? T::SetI(0) : T::LoadI(carried[m] + (v + j) * T::kWidth);
           }
         }
-        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        const uint8_t* block = panel.data + from / kBlockQuads * kBlockBytes + v * T::kWidth * 4;
         const int32_t* a = s.a + from * kWords;
         for (int64_t q = from; q < to;) {
           if (q % kBlockQuads == 0) {
@@ -201,15 +218,20 @@ void StreamIntRows(const StreamInt& s) {
           for (int m = 0; m < kRows; ++m) {
             FEWBIT_UNROLL
             for (int j = 0; j < kN; ++j) {
-              T::StoreI(carried[m] + (v + j) * kLanes, sum[m][j]);
+              T::StoreI(carried[m] + (v + j) * T::kWidth, sum[m][j]);
             }
           }
           continue;
         }
-        FEWBIT_UNROLL
+        if (usual) {
+          AddUsual<T, kRows, kN>(s, segment, v, sum);
+          continue;
+        }
+        FEWBIT_UNROLL  // or the sums would have to lie in memory
         for (int j = 0; j < kN; ++j) {
-          const int column = (v + j) * kLanes;
-          const typename T::F scale = Scale<T>(panel, group, v + j);
+          const int column = (v + j) * T::kWidth;
+          const typename T::F scale =
+              kTwoWays ? Scale<T>(panel, group, v + j) : UsualScale<T>(panel, group, v + j);
           FEWBIT_UNROLL
           for (int m = 0; m < kRows; ++m) {
             typename T::I zeros = T::SetI(s.sums[m * panel.segments + segment]);
@@ -231,6 +253,15 @@ void StreamIntRows(const StreamInt& s) {
         }
       }
     }
+  }
+}
+
+template <class T, int kBits, int kRows>
+void StreamIntRows(const StreamInt& s) {
+  if constexpr (T::kWholePanels) {
+    StreamIntPanel<T, kBits, kRows, false>(s);
+  } else {
+    StreamIntPasses<typename T::Stream, kBits, kRows>(s);
   }
 }
 

@@ -1,5 +1,5 @@
 // The quantization of activations, and the table of one instruction set's kernels.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
 #define FEWBIT_NATIVE_MATMUL_TABLE_H_

@@ -1,10 +1,10 @@
 // Many rows: panels unpacked into scratch, tiles of rows over it, and the packing of activations.
-// Internal linkage only, as in matmul_stream.h.
+// Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TILES_H_
 #define FEWBIT_NATIVE_MATMUL_TILES_H_
 
-#include "matmul_stream.h"
+#include "matmul_decode.h"
 
 namespace fewbit {
 namespace {
