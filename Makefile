@@ -9,7 +9,7 @@ BUILD_REQUIRES = $(BIN)/python -c "import tomllib; \
 SANITIZED := build/sanitized
 # Test files that call compiled functions, and the programs that do so without JAX.
 NATIVE_TESTS := $(wildcard tests/test_native*.py) tests/test_codes_dot.py tests/test_fused_products.py \
-  tests/test_layouts.py tests/test_panel_product.py tests/test_training_dot.py
+  tests/test_cached_attention.py tests/test_layouts.py tests/test_panel_product.py tests/test_training_dot.py
 NATIVE_PROGRAMS := $(patsubst %.cc,%,$(wildcard tests/native/*_test.cc))
 
 export FEWBIT_REQUIRE_NATIVE := 1

@@ -28,6 +28,9 @@ _SPELLINGS: tuple[tuple[str, Callable[[jax.Array], jax.Array]], ...] = (
 )
 
 
+_PRODUCTS = ("dot_general", "ragged_dot_general")
+
+
 @dataclass(frozen=True)
 class Chain:
     """A product and the equations after it that the kernel can do, by number."""
@@ -64,7 +67,7 @@ class _Uses:
 def find_chains(jaxpr: Jaxpr) -> dict[int, Chain]:
     """The chains of a jaxpr by their product's number; looked for once per jaxpr."""
     if jaxpr not in _chains:
-        products = [i for i, e in enumerate(jaxpr.eqns) if e.primitive.name == "dot_general"]
+        products = [i for i, e in enumerate(jaxpr.eqns) if e.primitive.name in _PRODUCTS]
         uses = _Uses(jaxpr) if products else None
         found = (_chain(uses, i) for i in products) if uses is not None else ()
         _chains[jaxpr] = {chain.product: chain for chain in found if chain is not None}

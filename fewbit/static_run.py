@@ -12,13 +12,10 @@ from difflib import get_close_matches
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from fewbit._plan import ScalePlan
 from fewbit.decisions import Decision
-from fewbit.numerics import format_of
-from fewbit.qarray import HowToQuantize, QArray, get_tile_shape, quantize_with_scale_zero_point
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import (
     NOISE,
@@ -31,7 +28,6 @@ from fewbit.static_scales import (
     scale_name,
     static_sides,
 )
-from fewbit.tiling import uneven_tiles
 from fewbit.trace import Program, TracedSite
 
 _MSG_NO_SCALE = (
@@ -110,24 +106,6 @@ class StaticScales:
         for i in self.layers[: len(ts.layers)] if value is not None else ():
             value = lax.dynamic_index_in_dim(value, i, 0, keepdims=False)
         return value
-
-
-def quantize_static(array: Any, how: HowToQuantize, scale: Any, zero_point: Any) -> QArray:
-    """Quantize an activation with its stored scale; what lies outside its range clips.
-
-    Integer codes have no NaN: a channel that holds one has a NaN for its scale, as if measured.
-    """
-    if not jnp.issubdtype(format_of(how.qtype).storage, jnp.inexact):
-        kept = {axis % array.ndim for axis in how.channelwise_axes}
-        others = tuple(axis for axis in range(array.ndim) if axis not in kept)
-        lost = jnp.any(jnp.isnan(array), axis=others, keepdims=True)
-        scale = jnp.where(lost, jnp.array(jnp.nan, scale.dtype), scale)
-        if zero_point is not None:
-            zero_point = jnp.broadcast_to(zero_point, scale.shape)
-    tile_shape = get_tile_shape(array.shape, how)
-    tiles = uneven_tiles(array.shape, scale.shape, tile_shape)
-    tiles = tuple((axis, tile) for axis, tile in tiles if scale.shape[axis] != 1)
-    return quantize_with_scale_zero_point(array, how.qtype, scale, zero_point, tiles=tiles)
 
 
 def check_scales(

@@ -168,9 +168,6 @@ def test_what_does_not_fit_is_an_error():
         panel_product(x, w, bias=jnp.ones(3))
     with pytest.raises(ValueError, match="'gelus' is not known; did you mean 'gelu'"):
         panel_product(x, w, activation="gelus")
-    stack = to_panels(quantize(jnp.ones((2, 32, 70)), "int8", channelwise_axes=(0, 2)), "lkn")
-    with pytest.raises(ValueError, match="With group_sizes add them to the result"):
-        panel_product(x, stack, group_sizes=jnp.array([1, 1]), activation="relu")
     data, scale, *_ = w.packed_parts
     none, one = jnp.zeros((0,), jnp.float32), jnp.ones((), jnp.float32)
     common = (x, data, scale, jnp.zeros((0,), jnp.uint8), one, jnp.int32(0), none)

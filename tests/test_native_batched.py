@@ -80,7 +80,7 @@ def test_a_layer_of_experts_in_a_scan_is_read_in_place(name):
 
     w, x = {"w": normal(1, 2, E, 64, 64) / 8}, normal(0, E, 5, 64)
     model, packed, plan = quantized(f, RULES[name], w, x)
-    assert plan.sites[0].runs_on == ("native int8" if "rows" in name else "native float")
+    assert plan.sites[0].runs_on == f"native {'int8' if 'rows' in name else 'float'} + tanh"
     assert relative_error(model(packed, x), model(fewbit.unpack(packed), x)) < 2e-2
     bytes_of = ",".join(map(str, packed["w"].array.data.shape[2:]))
     text = jax.jit(model).lower(packed, x).compile().as_text()
@@ -102,7 +102,7 @@ def test_a_bias_and_an_activation_follow_the_batch():
     out = ops.dot_general(x, packed, numbers, bias=bias, activation="relu")
     wanted = jax.nn.relu(ops.dot_general(x, packed, numbers) + bias[None, None])
     np.testing.assert_array_equal(out, wanted)
-    assert ops.describe_dot(x, packed, numbers, bias, "relu") == "native float"
+    assert ops.describe_dot(x, packed, numbers, bias, "relu") == "native float + bias + relu"
 
 
 def test_two_batch_axes_stay_on_xla():

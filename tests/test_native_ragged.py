@@ -88,7 +88,7 @@ def test_experts_of_each_layer_of_a_scan():
 
     params, x = {"w": 0.1 * normal(2, 3, GROUPS, 128, 128)}, normal(0, ROWS, 128)
     model, packed, plan = quantized(RULES["int4"], layers, params, x)
-    assert plan.sites[0].runs_on == "native float"
+    assert plan.sites[0].runs_on == "native float + tanh"
     sizes = sizes_of(2, 4, 4, 1)
     want = model(fewbit.unpack(packed), x, sizes)
     assert relative_error(model(packed, x, sizes), want) < 1e-5
@@ -127,3 +127,40 @@ def test_other_platforms_get_no_native_call():
     traced = jax.jit(model).trace(packed, X, sizes_of(3, 0, 5, 3))
     for platform in ("tpu", "cuda"):
         assert "fewbit_matmul" not in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def gated(params, x, sizes):
+    hidden = jax.nn.silu(jax.lax.ragged_dot(x, params["w"], sizes))
+    return jax.nn.gelu(jax.lax.ragged_dot(x, params["w"], sizes) + params["b"][None]) * hidden
+
+
+@pytest.mark.parametrize("name", ("int8", "int8 rows", "int4 rows"))
+def test_bias_and_activation_are_done_on_the_way(name):
+    params = {**W, "b": normal(2, N)}
+    model, packed, plan = quantized(RULES[name], gated, params)
+    what = "native int8" if "rows" in name else "native float"
+    assert [site.runs_on for site in plan.sites] == [f"{what} + silu", f"{what} + bias + gelu"]
+    plain = fewbit.unpack(packed)
+    for sizes in (sizes_of(3, 0, 5, 3), sizes_of(1, 2, 3, 1), sizes_of(0, 0, 0, 0)):
+        got, want = jax.jit(model)(packed, X, sizes), jax.jit(model)(plain, X, sizes)
+        assert relative_error(got + 1, want + 1) < 1e-5  # rows of no entry too
+
+        def loss(x, params, sizes=sizes):
+            return jnp.sum(model(params, x, sizes) ** 2)
+
+        slopes = [jax.grad(loss)(X, params) for params in (packed, plain)]
+        assert relative_error(slopes[0] + 1, slopes[1] + 1) < 1e-4
+
+
+def test_a_batch_of_weights_finishes_too():
+    def batched(params, x, _):
+        return jax.nn.relu(jnp.einsum("emk,ekn->emn", x, params["w"]) + params["b"][None, None])
+
+    params, x = {**W, "b": normal(2, N)}, normal(0, GROUPS, 5, K)
+    rules = [QuantizationRule(weight_qtype="int8", act_qtype="int8")]
+    plan = fewbit.plan(batched, rules, params, x, 0)
+    assert plan.sites[0].runs_on == "native int8 + bias + relu"
+    packed = fewbit.quantize_params(params, plan)
+    model = fewbit.quantize_model(batched, PtqProvider(rules))
+    got, want = model(packed, x, 0), model(fewbit.unpack(packed), x, 0)
+    assert relative_error(got, want) < 1e-5

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fewbit._qarray_static import quantize_static
 from fewbit._scales import units
 from fewbit.debug._channels import channel_absmax, kept_axes, summed_axes
 from fewbit.debug._mixed import Mixed, MixedSites, exactly, full_mask
 from fewbit.decisions import activation_fields, operand_how
 from fewbit.numerics import format_of, should_quantize
 from fewbit.qarray import QArray, quantize_with
-from fewbit.static_run import quantize_static
 from fewbit.taps import Reading, Taps
 from fewbit.trace import TracedSite
 from fewbit.weight import is_weight, plain

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fewbit import jaxprs
+from fewbit._qarray_static import quantize_static
 from fewbit.debug._probe import clipped_count
 from fewbit.decisions import Decision, Request, activation_fields, operand_how, storage
 from fewbit.engine import Traced
@@ -19,7 +20,7 @@ from fewbit.models.trained_runs import TrainedRun
 from fewbit.numerics import should_quantize
 from fewbit.qarray import quantize_with
 from fewbit.sites import SiteRunner
-from fewbit.static_run import StaticScales, quantize_static
+from fewbit.static_run import StaticScales
 from fewbit.taps import Readings, Taps
 from fewbit.trace import TracedSite
 from fewbit.trained import trained_values

@@ -18,6 +18,7 @@ from fewbit._plan import Plan
 from fewbit.decisions import Decision
 from fewbit.engine import Runner, Traced
 from fewbit.jaxprs import scope_name
+from fewbit.keras._freed import Leftovers
 from fewbit.keras._planning import LayerPlan
 from fewbit.keras._state import named_variables
 from fewbit.observed import Entry, Statistics, model_digest
@@ -39,8 +40,8 @@ class CalibrationError(ValueError):
 class Collector:
     """What one layer's observers have seen so far."""
 
-    def __init__(self, layer_plan: LayerPlan):
-        self.layer_plan = layer_plan
+    def __init__(self, layer_plan: LayerPlan, leftovers: Leftovers):
+        self.layer_plan, self.leftovers = layer_plan, leftovers
         names = ["range", HISTOGRAM]
         self.observers: dict[str, Observer] = {name: observer_named(name) for name in names}
         self.operands: dict[str, Operand] = {}
@@ -60,6 +61,7 @@ class Collector:
         with jax.named_scope(scope_name(self.layer_plan.path, type(layer).__name__)):
             result, readings = self._compiled[runner](dynamic)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(readings)):
+            self.leftovers.expect()
             jax.debug.callback(self.add, readings)
         else:
             self.add(readings)
@@ -82,6 +84,7 @@ class Collector:
 
     def add(self, readings: dict[str, Reading]) -> None:
         """Take what one call saw. Called from inside programs too: no JAX in here."""
+        self.leftovers.give_back()
         held = jax.tree.map(np.asarray, readings)
         with self._lock:
             self.calls += 1
@@ -97,9 +100,13 @@ class Collector:
             pending, self._pending = self._pending, []
         combine = combine_all(tuple(self.observers.items()))
         for readings in pending:
-            shared = {name: self._total[name] for name in readings if name in self._total}
-            both = combine(shared, {name: readings[name] for name in shared})
-            self._total |= readings | both
+            shared = [name for name in readings if name in self._total]
+            # By number: names differ from layer to layer, and each would compile its own program.
+            both = combine(
+                {str(k): self._total[name] for k, name in enumerate(shared)},
+                {str(k): readings[name] for k, name in enumerate(shared)},
+            )
+            self._total |= readings | {name: both[str(k)] for k, name in enumerate(shared)}
 
     def entries(self) -> dict[str, Entry]:
         """What was seen, by operand."""
@@ -132,7 +139,8 @@ def observing(
     `layers` are all of the model: recurrent ones step through their cells meanwhile, as they will
     when the cells are quantized.
     """
-    collectors = [Collector(each) for each in planned]
+    leftovers = Leftovers()
+    collectors = [Collector(each, leftovers) for each in planned]
     before = [type(each.layer) for each in planned]
     whole = [(layer, layer.use_cudnn) for layer in layers if hasattr(layer, "use_cudnn")]
     try:

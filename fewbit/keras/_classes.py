@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from fewbit.keras._generation import faster_bases
 from fewbit.keras._lora import adapter_methods
 from fewbit.keras._scale_views import activation_scales, single, weight_scales
 from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
@@ -87,7 +88,7 @@ class QuantizedHolder(Saveable):
 
 
 def holder_class(original: Any) -> type[keras.Layer]:
-    """The class of an `original` that holds quantized layers: the same but for what it saves."""
+    """The class of an `original` that holds quantized layers: it saves them, and may be faster."""
     return _holder_class(original)
 
 
@@ -99,7 +100,8 @@ def _holder_class(original: Any) -> type[keras.Layer]:
         "__doc__": f"A {original.__name__} that holds quantized layers.",
         **methods(original),
     }
-    made = type(f"Quantized{original.__name__}", (QuantizedHolder, original), namespace)
+    bases = (QuantizedHolder, *faster_bases(original), original)
+    made = type(f"Quantized{original.__name__}", bases, namespace)
     name = hub_name(original)
     register(made, name or SHARED_NAME)
     if name:

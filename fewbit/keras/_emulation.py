@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 from fewbit import current
+from fewbit._qarray_static import quantize_static
 from fewbit.modes.provider import QuantizationProvider, as_float
 from fewbit.modes.ptq import PtqProvider, activation_hows
 from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
-from fewbit.static_run import quantize_static
 
 # Attention's second product is of the softmax and the values; jnp.einsum swaps its operands.
 PROBABILITIES = "einsum1"

@@ -14,6 +14,7 @@ from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
 from fewbit.keras._compiled import forget_compiled, renew_optimizers
+from fewbit.keras._freed import give_back, giving_back
 from fewbit.keras._planning import LayerPlan, layers_of, plan_layers
 from fewbit.keras._qat import (
     check_remembers,
@@ -113,8 +114,12 @@ def quantize_planned(
     if needs_calibration(planned):
         check_calibration(calib_function)
         forget_compiled(model)
-        with observing(_static(planned), sublayers(model)) as collectors:
-            _run(calib_function, model, progress)
+        give_back()
+        try:
+            with observing(_static(planned), sublayers(model)) as collectors:
+                _run(calib_function, model, progress)
+        finally:
+            forget_compiled(model)  # what reports to the collectors
         stats = statistics(collectors, plan)
         planned = _reached(planned, collectors, stats)
     return convert_all(model, planned, stats, absmax, progress=progress)
@@ -145,7 +150,8 @@ def convert_all(
 ) -> Any:
     """The model with every planned layer quantized."""
     # The largest layers last: what the others gave up makes room for them.
-    for each in with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress):
+    layers = with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress)
+    for each in giving_back(layers, _bytes, sum(map(_bytes, planned))):
         convert(each, stats, absmax)
     make_saveable(model)
     guard_training(model)

@@ -6,6 +6,7 @@ registered with JAX, when it is first asked for. Without it everything runs thro
 
 from fewbit.kernels._absmax import absmax_rows as absmax_rows
 from fewbit.kernels._backend import backend as backend
+from fewbit.kernels._cached_attention import cached_attention as cached_attention
 from fewbit.kernels._codes_dot import SCALED as SCALED
 from fewbit.kernels._codes_dot import codes_dot as codes_dot
 from fewbit.kernels._codes_dot import runs_natively as runs_natively

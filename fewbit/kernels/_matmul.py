@@ -22,9 +22,12 @@ FORMATS = (
 )
 """What the kernels read (fewbit/native/formats.cc); mx and nvfp4 are one of the float types."""
 
-_ACT = {"none": 0, "dynamic": 1}
+_ACT = {"none": 0, "dynamic": 1, "static": 2}
 _MSG_FORMAT = "The kernels cannot read {name!r}. They read {known}, and the mx and nvfp4 types."
-_MSG_ACT = "act={act!r} is not known{hint}. Use 'none' (x as it is) or 'dynamic' (int8 rows)."
+_MSG_ACT = (
+    "act={act!r} is not known{hint}. Use 'none' (x as it is), 'dynamic' (int8 rows) or 'static' "
+    "(int8 rows with act_scale)."
+)
 
 
 def kernel_format(qtype: str) -> str:
@@ -74,13 +77,14 @@ def matmul(
       tensor_scale: float32 scalar, a factor of the whole result.
       layer: int32 scalar, which entry of the (flattened) lead axes; or int32 for each of them:
         how many rows of x, one after the other, are multiplied with it.
-      act_scale: [M or 1, 1 or groups] for int8 codes; [0] for a float x.
+      act_scale: [M or 1, 1 or groups] for int8 codes or `act='static'`; else [0].
       bias: float32 or bfloat16 [n/64, 64], added to the scaled columns.
       qtype: name of the weight's format.
       k: length of the contraction.
       n: number of columns.
       group: k that share a weight scale: 16 or a multiple of 32; 0 for all.
-      act: 'dynamic' quantizes the rows of a float x to int8 first, as `fewbit.quantize` does.
+      act: 'dynamic' quantizes the rows of a float x to int8 first, as `fewbit.quantize` does;
+        'static' with the given act_scale, which has x's type.
       act_tile: k that share an activation scale: 0 for all, or `group`.
       transposed: x is a float [M, n], and the result [M, k].
       out_dtype: float32, bfloat16, or int32: the sums of codes, without any scale.

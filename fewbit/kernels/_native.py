@@ -22,6 +22,7 @@ ISA_VARIABLE = "FEWBIT_ISA"
 
 FUNCTIONS = (
     "fewbit_absmax_rows",
+    "fewbit_cached_attention",
     "fewbit_channel_conv",
     "fewbit_codes_dot",
     "fewbit_conv",

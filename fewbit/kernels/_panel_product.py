@@ -31,11 +31,6 @@ from fewbit.kernels._partition import (
 )
 from fewbit.packing_panels import pack_parts
 
-_MSG_RAGGED_FINISH = (
-    "bias and activation belong to rows that share one matrix. With group_sizes add them to the "
-    "result."
-)
-
 ROWS = ("float32", "bfloat16")
 """Types of the activations and results that the kernels read and write."""
 
@@ -54,11 +49,11 @@ def panel_product(
 ) -> jax.Array:
     """x [M, K] times the weight's matrix [K, N].
 
-    `act='dynamic'` quantizes the rows of x to int8 first, `act='codes'` says that x is int8 codes
-    already, with `act_scale` [M, K/act_tile]. With `group_sizes` the weight is a stack, of which
-    each entry gets so many of the rows, as in `jax.lax.ragged_dot`. `bias` [N], float32 or
-    bfloat16, and then `activation` ('relu', 'gelu', ...) are applied before the result is rounded
-    to `out_dtype`.
+    `act='dynamic'` quantizes the rows of x to int8 first, `act='static'` does so with `act_scale`
+    [M or 1, K/act_tile] in x's type, and `act='codes'` says that x is int8 codes of it already.
+    With `group_sizes` the weight is a stack, of which each entry gets so many of the rows, as in
+    `jax.lax.ragged_dot`. `bias` [N], float32 or bfloat16, and then `activation` ('relu', 'gelu',
+    ...) are applied before the result is rounded to `out_dtype`.
 
     >>> from fewbit._qarray_panels import to_panels
     >>> from fewbit.qarray import quantize
@@ -79,8 +74,6 @@ def panel_product(
         raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
     check_activation(activation)
     check_bias(bias, n)
-    if group_sizes is not None and (bias is not None or activation is not None):
-        raise ValueError(_MSG_RAGGED_FINISH)
     out = jnp.dtype(out_dtype).name
     spec = Product(
         str(weight._static[0]), k, n, view.tile, act, act_tile, out, activation=activation
@@ -169,7 +162,7 @@ def _on_one_device(
         k=spec.k,
         n=spec.n,
         group=spec.tile,
-        act="dynamic" if spec.act == "dynamic" else "none",
+        act="none" if spec.act == "codes" else spec.act,
         act_tile=spec.act_tile,
         transposed=spec.transposed,
         out_dtype=spec.out_dtype,

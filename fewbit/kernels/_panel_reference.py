@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fewbit._qarray_static import quantize_static
 from fewbit.kernels._finish import finish
 from fewbit.kernels._packed_weight import entry_of
 from fewbit.numerics import format_of
 from fewbit.packing_panels import unpack_parts
-from fewbit.qarray import QArray, dequantize, quantize
+from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Product:
     k: int
     n: int
     tile: int  # rows of W that share a scale; 0: all
-    act: str  # 'none' | 'dynamic': rows of x are quantized to int8 on the way | 'codes'
+    act: str  # 'none' | 'codes' | 'dynamic', 'static': x becomes int8 on the way
     act_tile: int  # k per activation scale; 0: one per row
     out_dtype: str
     transposed: bool = False  # x is [M, N] and the result x · Wᵀ
@@ -71,9 +72,7 @@ def _integer_reference(
     x: jax.Array, act_scale: jax.Array, *weight: Any, spec: Product
 ) -> jax.Array:
     """The product on 8-bit codes, which accelerators have units for."""
-    rows = QArray(x, act_scale)
-    if spec.act == "dynamic":
-        rows = quantize(x, "int8", channelwise_axes=(0,))
+    rows = _quantized_rows(spec, x, act_scale)
     columns = entry_of(spec, *weight).plain()
     codes = columns.qvalue.astype(jnp.int8)
     total = jnp.matmul(rows.qvalue, codes, preferred_element_type=jnp.int32)
@@ -103,10 +102,17 @@ def _matrix(spec: Product, *weight: Any) -> jax.Array:
 
 
 def _float_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> jax.Array:
-    if spec.act == "dynamic":
-        tiled = {1: spec.act_tile} if spec.act_tile else None
-        return dequantize(quantize(x, "int8", channelwise_axes=(0,), tiled_axes=tiled), jnp.float32)
+    if spec.act == "none":
+        return x.astype(jnp.float32)
+    return dequantize(_quantized_rows(spec, x, act_scale), jnp.float32)
+
+
+def _quantized_rows(spec: Product, x: jax.Array, act_scale: jax.Array) -> QArray:
     if spec.act == "codes":
         tiles = ((-1, spec.act_tile),) if spec.act_tile and spec.k % spec.act_tile else ()
-        return dequantize(QArray(x, act_scale, tiles=tiles), jnp.float32)
-    return x.astype(jnp.float32)
+        return QArray(x, act_scale, tiles=tiles)
+    tiled = {1: spec.act_tile} if spec.act_tile else {}
+    how = HowToQuantize(qtype="int8", channelwise_axes=(0,), tiled_axes=tiled)
+    if spec.act == "static":
+        return quantize_static(x, how, act_scale, None)
+    return quantize_with(x, how)

@@ -18,9 +18,8 @@ from fewbit.decisions import activation_fields
 from fewbit.modes.provider import QuantizationProvider, as_float
 from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
-from fewbit.qarray import HowToQuantize, QArray, quantize_with
+from fewbit.qarray import HowToQuantize, QArray
 from fewbit.rules import QuantizationRule
-from fewbit.static_run import quantize_static
 from fewbit.straight import with_derivative
 
 Hows = Sequence[HowToQuantize | None]
@@ -78,7 +77,6 @@ class BoxedParamProvider(QuantizationProvider):
             hows,
             lambda a, b: ops.describe_dot(a, b, dimension_numbers, bias, activation),
             (bias,),
-            measure=ops.Deferred,
         )
 
     @_finishes
@@ -118,7 +116,6 @@ class BoxedParamProvider(QuantizationProvider):
             hows,
             lambda *q: describe_einsum(einsum_str, *q, bias=bias, activation=activation),
             (bias,),
-            measure=ops.Deferred,
         )
 
     def conv_general_dilated(
@@ -167,9 +164,9 @@ class BoxedParamProvider(QuantizationProvider):
             (lhs, rhs),
             hows,
             lambda a, b: ops.describe_conv(a, b, **settings),
-            measure=ops.Deferred,
         )
 
+    @_finishes
     def ragged_dot(
         self,
         lhs: Any,
@@ -180,10 +177,18 @@ class BoxedParamProvider(QuantizationProvider):
         group_offset: Any = None,
     ) -> jax.Array:
         rule, _ = self._get_current_rule_and_op_id("ragged_dot")
+        bias, activation = current.wanted_finish()
 
-        def product(lhs, rhs, group_sizes, group_offset):
+        def product(lhs, rhs, group_sizes, group_offset, bias):
             return ops.ragged_dot(
-                lhs, rhs, group_sizes, precision, preferred_element_type, group_offset
+                lhs,
+                rhs,
+                group_sizes,
+                precision,
+                preferred_element_type,
+                group_offset,
+                bias=bias,
+                activation=activation,
             )
 
         hows = activation_hows(
@@ -191,9 +196,12 @@ class BoxedParamProvider(QuantizationProvider):
             (lhs, rhs),
             lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
         )
-        groups = (group_sizes, group_offset)
         return quantized_product(
-            product, (lhs, rhs), hows, ops.describe_ragged_dot, groups, measure=ops.Deferred
+            product,
+            (lhs, rhs),
+            hows,
+            lambda a, b: ops.describe_ragged_dot(a, b, bias=bias, activation=activation),
+            (group_sizes, group_offset, bias),
         )
 
 
@@ -267,12 +275,10 @@ def quantized_product(
     hows: Hows,
     describe: Callable[..., str],
     rest: tuple[Any, ...] = (),
-    measure: Callable[[Any, HowToQuantize], Any] = quantize_with,
 ) -> jax.Array:
     """The product with operands quantized as `hows` say, differentiated as the float product.
 
-    `measure` quantizes an operand whose scale is not stored; a product that can do so itself, in
-    the kernel that consumes it, is given it as `ops.Deferred`.
+    Operands reach the product as `ops.Deferred`: a kernel that can quantizes them on the way.
 
     `rest` are the product's other arguments: whatever is traced has to be an operand of the
     custom derivative, which may not close over it.
@@ -281,9 +287,7 @@ def quantized_product(
 
     def quantized(k, x, static):
         how = hows[k]
-        if how is None:
-            return x
-        return quantize_static(x, how, *static[k]) if k in static else measure(x, how)
+        return x if how is None else ops.Deferred(x, how, *static.get(k, ()))
 
     def value(operands, static, rest):
         quantized_operands = [quantized(k, x, static) for k, x in enumerate(operands)]

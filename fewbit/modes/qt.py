@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from fewbit import ops
+from fewbit._qarray_static import quantize_static
 from fewbit.calibration import parse_method
 from fewbit.current import current_site
 from fewbit.decisions import activation_fields
@@ -22,7 +23,6 @@ from fewbit.numerics import should_quantize
 from fewbit.ops import granularity
 from fewbit.qarray import HowToQuantize, dequantize
 from fewbit.rules import QtRule, QuantizationRule, upgrade
-from fewbit.static_run import quantize_static
 from fewbit.training import (
     ConvGeneralQtConfig,
     DotGeneralQtConfig,

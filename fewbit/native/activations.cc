@@ -138,21 +138,22 @@ void PrepareTile(const Kernels& kernels, const Plan& plan, const Matmul& m, int6
   for (int64_t r = tile.first_row; r < tile.first_row + tile.rows; ++r) {
     int8_t* row = a.codes + r * padded;
     float* scales = a.scales + r * a.scale_columns;
+    const bool stored = given || m.x_scale != nullptr;
+    for (int64_t g = 0; stored && g < a.scale_columns; ++g) {
+      const int64_t from = m.x_scale_rows == 1 ? 0 : r;
+      scales[g] = m.x_scale == nullptr
+                      ? 1.0f
+                      : ScaleAt(m.x_scale, m.x_scale_type, from * a.scale_columns + g);
+    }
     if (given) {
       std::memcpy(row, static_cast<const int8_t*>(m.x) + r * m.k, static_cast<size_t>(m.k));
-      for (int64_t g = 0; g < a.scale_columns; ++g) {
-        const int64_t from = m.x_scale_rows == 1 ? 0 : r;
-        scales[g] = m.x_scale == nullptr
-                        ? 1.0f
-                        : ScaleAt(m.x_scale, m.x_scale_type, from * a.scale_columns + g);
-      }
     } else {
       const float* x = static_cast<const float*>(m.x) + r * m.k;
       if (m.x_type == Element::kBf16) {
         x = a.row + index * padded;
         RowOfFloats(m, r, a.row + index * padded);
       }
-      kernels.quantize_row({x, m.k, group, m.x_type == Element::kBf16, row, scales});
+      kernels.quantize_row({x, m.k, group, m.x_type == Element::kBf16, stored, row, scales});
     }
     std::memset(row + m.k, 0, static_cast<size_t>(padded - m.k));
   }

@@ -42,7 +42,7 @@ struct Matmul {
   float tensor_scale;
   bool quantize_x;          // floats to int8 on the way
   bool x_scale_per_group;   // one activation scale per row and group, else one per row
-  const void* x_scale;      // for kS8: [x_scale_rows][groups or 1] of x_scale_type
+  const void* x_scale;      // for kS8, or to quantize with: [x_scale_rows][groups or 1]; or null
   Element x_scale_type;
   int64_t x_scale_rows;     // rows, or 1
   const void* bias;         // [n/64][64] of bias_type: kF32 or kBf16; or null

@@ -5,6 +5,7 @@
 
 namespace fewbit {
 
-const Kernels kAvx2Kernels = MakeKernels<Avx2>("avx2", &kAvx2ConvKernels, FinishAvx2);
+const Kernels kAvx2Kernels =
+    MakeKernels<Avx2>("avx2", &kAvx2ConvKernels, FinishAvx2, AttendAvx2);
 
 }  // namespace fewbit

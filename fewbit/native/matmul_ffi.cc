@@ -22,6 +22,9 @@ using fewbit::ElementOf;
 using fewbit::Require;
 using fewbit::Show;
 
+// What is done to a float x; int8 codes are taken as they are, with kFloat.
+constexpr int64_t kFloat = 0, kDynamic = 1, kStatic = 2;
+
 struct Attributes {
   std::string_view format, activation;
   int64_t k, n, group, act, act_tile;
@@ -35,11 +38,12 @@ struct Operands {
 void CheckAttributes(const Attributes& at) {
   Require(at.k >= 0 && at.n >= 0 && at.k < fewbit::kLargestSize && at.n < fewbit::kLargestSize,
           "k and n must not be negative");
-  Require(at.act == 0 || at.act == 1, "act must be 0 (none) or 1 (dynamic int8)");
+  Require(at.act >= kFloat && at.act <= kStatic,
+          "act must be 0 (none), 1 (dynamic int8) or 2 (int8 with act_scale)");
   Require(at.act_tile == 0 || at.act_tile == at.group,
           "act_tile must be 0 (one scale per row) or equal to group=" + std::to_string(at.group) +
               ", not " + std::to_string(at.act_tile));
-  Require(!at.transposed || at.act == 0, "a transposed product has float x: act must be 0");
+  Require(!at.transposed || at.act == kFloat, "a transposed product has float x: act must be 0");
 }
 
 void FillActivations(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
@@ -56,19 +60,21 @@ void FillActivations(const Operands& in, const Attributes& at, fewbit::Matmul* m
   m->x = in.x.untyped_data();
   m->rows = dims[0];
   const bool codes = m->x_type == Element::kS8;
-  Require(!codes || at.act == 0, "x is int8 already: act must be 0");
-  Require(codes || at.act == 1 || at.act_tile == 0, "act_tile is for quantized activations");
-  m->quantize_x = at.act == 1;
+  Require(!codes || at.act == kFloat, "x is int8 already: act must be 0");
+  Require(codes || at.act != kFloat || at.act_tile == 0, "act_tile is for quantized activations");
+  m->quantize_x = at.act != kFloat;
   m->x_scale_per_group = at.act_tile != 0;
   m->x_scale = nullptr;
   m->x_scale_rows = m->rows;
   m->x_scale_type = Element::kF32;
-  if (!codes) {
-    Require(Absent(in.act_scale), "act_scale belongs to int8 x; for a float x pass it as [0]");
+  if (!codes && at.act != kStatic) {
+    Require(Absent(in.act_scale),
+            "act_scale belongs to int8 x and to act=2; for any other x pass it as [0]");
     return;
   }
   if (Absent(in.act_scale)) {
-    Require(m->out_type == Element::kS32, "int8 x needs its act_scale, unless the result is int32");
+    Require(codes && m->out_type == Element::kS32,
+            "int8 x needs its act_scale, unless the result is int32, and act=2 always does");
     return;
   }
   const auto scale = in.act_scale.dimensions();
@@ -80,6 +86,7 @@ void FillActivations(const Operands& in, const Attributes& at, fewbit::Matmul* m
                               "float32, bfloat16 or float16");
   Require(m->x_scale_type != Element::kS8 && m->x_scale_type != Element::kS32,
           "act_scale must be float32, bfloat16 or float16");
+  Require(codes || m->x_scale_type == m->x_type, "with act=2 act_scale must have x's type");
   m->x_scale = in.act_scale.untyped_data();
   m->x_scale_rows = scale[0];
 }
@@ -100,7 +107,7 @@ void FillResult(ffi::Result<ffi::AnyBuffer>& result, const Attributes& at, int64
 }
 
 // One bias for each column, padded to whole panels; then an elementwise function.
-void FillFinish(const Operands& in, const Attributes& at, bool by_entries, fewbit::Matmul* m) {
+void FillFinish(const Operands& in, const Attributes& at, fewbit::Matmul* m) {
   const std::string name(at.activation);
   Require(fewbit::FindElementwise(name.data(), name.size(), &m->activation),
           "there is no activation '" + name + "'; there are " + fewbit::ElementwiseNames());
@@ -113,9 +120,9 @@ void FillFinish(const Operands& in, const Attributes& at, bool by_entries, fewbi
             "bias must be float32 or bfloat16");
     m->bias = in.bias.untyped_data();
   }
-  Require(!m->finishes() || !(at.transposed || by_entries || m->out_type == Element::kS32),
-          "bias and activation belong to the float results of x times one matrix: not to a "
-          "transposed product, a stack's rows, or int32 sums");
+  Require(!m->finishes() || !(at.transposed || m->out_type == Element::kS32),
+          "bias and activation belong to the float results of a product: not to a transposed one, "
+          "nor to int32 sums");
 }
 
 void Run(const fewbit::Workers& workers, const fewbit::Matmul& m, bool transposed) {
@@ -133,7 +140,7 @@ int64_t BytesOf(Element type) {
 }
 
 // Each entry of the stack has so many of the rows, one after the other. What goes beyond the rows
-// there are is cut off, and rows beyond the entries' are zero, as in jax.lax.ragged_dot.
+// there are is cut off, and rows beyond the entries' are sums of nothing, as in jax.lax.ragged_dot.
 void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
                 const ffi::AnyBuffer& sizes, const Attributes& at) {
   const int32_t* rows_of = sizes.typed_data<int32_t>();
@@ -158,8 +165,15 @@ void RunEntries(const fewbit::Workers& workers, const fewbit::Matmul& whole,
     Run(workers, m, at.transposed);
     first += m.rows;
   }
-  std::memset(static_cast<char*>(whole.out) + first * out_bytes, 0,
-              static_cast<size_t>((whole.rows - first) * out_bytes));
+  fewbit::Matmul rest = whole;
+  rest.rows = whole.rows - first;
+  rest.out = static_cast<char*>(whole.out) + first * out_bytes;
+  if (whole.finishes()) {
+    rest.k = 0;
+    Run(workers, rest, at.transposed);
+  } else {
+    std::memset(rest.out, 0, static_cast<size_t>(rest.rows * out_bytes));
+  }
 }
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
@@ -185,7 +199,7 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer data,
                 (m.x_type == Element::kS8 && m.format->integers() && m.groups == 1),
             "an int32 result holds sums of codes: it needs int8 x, an integer format and one "
             "group");
-    FillFinish(in, at, layer.dimensions().size() != 0, &m);
+    FillFinish(in, at, &m);
     const fewbit::Workers workers = fewbit::WorkersOf(pool);
     if (layer.dimensions().size() == 0) {
       Run(workers, m, transposed);

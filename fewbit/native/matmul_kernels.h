@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "attention.h"
 #include "finish.h"
 
 namespace fewbit {
@@ -151,6 +152,7 @@ struct QuantizeRow {
   int64_t length;
   int64_t group;          // values that share a scale
   bool round_to_bf16;     // every step in bfloat16
+  bool stored;            // the scales are given, and become NaN if the row holds a NaN
   int8_t* codes;          // [length]
   float* scales;          // [ceil(length / group)]; NaN where the group is not finite
 };
@@ -229,6 +231,7 @@ struct Kernels {
   void (*unpack_turned[kDecodings])(const UnpackTurned&);
   const ConvKernels* conv;
   void (*finish_row)(const FinishRow&);
+  void (*attend)(const AttendBlock&);
   void (*pack_rows)(const CodeLines&, int words, int32_t* packed, int32_t* sums);
   void (*pack_touching_tiles)(const CodeLines&, const int* heights, int tiles, int words,
                               int32_t* packed, int32_t* sums);

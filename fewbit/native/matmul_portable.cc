@@ -5,6 +5,7 @@
 
 namespace fewbit {
 
-const Kernels kPortableKernels = MakeKernels<Portable>("portable", &kPortableConvKernels, FinishPortable);
+const Kernels kPortableKernels =
+    MakeKernels<Portable>("portable", &kPortableConvKernels, FinishPortable, AttendPortable);
 
 }  // namespace fewbit

@@ -16,11 +16,25 @@
 namespace fewbit {
 namespace {
 
+FEWBIT_INLINE void QuantizeGroup(const QuantizeRow& r, int64_t from, int64_t count, bool lost, float* scale) {
+  if (!r.stored) {
+    *scale = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
+  } else if (lost) {
+    *scale = __builtin_nanf("");
+  }
+  CodesOf(r.x + from, count, *scale, count == 1, r.round_to_bf16, r.codes + from);
+}
+
 void QuantizeOneRow(const QuantizeRow& r) {
+  constexpr int64_t kShort = 32;  // the shortest usual group: worth loops of a known length
+  const bool lost = r.stored && LargestBits(r.x, r.length) > kInfinityBits;
   for (int64_t from = 0, g = 0; from < r.length; from += r.group, ++g) {
     const int64_t count = r.length - from < r.group ? r.length - from : r.group;
-    r.scales[g] = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
-    CodesOf(r.x + from, count, r.scales[g], count == 1, r.round_to_bf16, r.codes + from);
+    if (count == kShort) {
+      QuantizeGroup(r, from, kShort, lost, r.scales + g);
+    } else {
+      QuantizeGroup(r, from, count, lost, r.scales + g);
+    }
   }
 }
 
@@ -71,7 +85,8 @@ constexpr void (*GroupTile())(const TileInt&) {
 
 template <class T>
 constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
-                              void (*finish)(const FinishRow&)) {
+                              void (*finish)(const FinishRow&),
+                              void (*attend)(const AttendBlock&)) {
   return Kernels{
       name,
       T::kStreamRows,
@@ -135,6 +150,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
        UnpackTurnedOf<T, 8>, UnpackTurnedOf<T, 9>, UnpackTurnedOf<T, 10>},
       conv,
       finish,
+      attend,
       PackRows,
       PackTouchingTiles,
       PackColumns,

@@ -18,6 +18,8 @@ inline float RoundedToBf16(float value) {
   return value;
 }
 
+constexpr int32_t kInfinityBits = 0x7f800000;
+
 // The bits of the largest magnitude: magnitudes order like their bits, and NaN lies above infinity.
 inline int32_t LargestBits(const float* x, int64_t count) {
   int32_t largest = 0;
@@ -34,7 +36,7 @@ inline int32_t LargestBits(const float* x, int64_t count) {
 inline float ScaleOfLargest(int32_t largest, bool round_to_bf16) {
   constexpr float kPerBound = 1.0f / 127.5f;
   constexpr float kSmallest = 0x1p-63f;  // below it a range counts as nothing: scale 1
-  if (largest >= 0x7f800000) {
+  if (largest >= kInfinityBits) {
     return __builtin_nanf("");
   }
   float absmax;

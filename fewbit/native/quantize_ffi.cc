@@ -68,7 +68,7 @@ void QuantizeLine(const fewbit::Kernels& kernels, const float* x, const float* f
     }
     x = scratch;
   }
-  kernels.quantize_row({x, count, count, false, codes, scale});
+  kernels.quantize_row({x, count, count, false, false, codes, scale});
 }
 
 // Whole rows at a time, as they lie: first the ranges of some rows each, then their codes.

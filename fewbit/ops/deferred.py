@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from fewbit._qarray_static import quantize_static
 from fewbit.kernels import quantize_natively
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
 
@@ -16,6 +17,9 @@ from fewbit.qarray import HowToQuantize, QArray, quantize_with
 class Deferred:
     """A float array and how to quantize it, as an operand of `dot_general` or `einsum`.
 
+    With a `scale` (and a `zero_point`, if the method has one) it is not measured: these were stored
+    when the model was calibrated.
+
     >>> import jax.numpy as jnp
     >>> Deferred(jnp.ones((2, 4)), HowToQuantize(qtype='int8')).quantized().qtype
     dtype('int8')
@@ -23,6 +27,8 @@ class Deferred:
 
     array: jax.Array
     how: HowToQuantize = field(metadata=dict(static=True))
+    scale: jax.Array | None = None
+    zero_point: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -38,5 +44,7 @@ class Deferred:
 
     def quantized(self) -> QArray:
         """The QArray it stands for."""
+        if self.scale is not None:
+            return quantize_static(self.array, self.how, self.scale, self.zero_point)
         native = quantize_natively(self.array, self.how)
         return quantize_with(self.array, self.how) if native is None else native

@@ -21,7 +21,7 @@ from fewbit._qarray_panels import PanelArray
 from fewbit.kernels import panel_product
 from fewbit.numerics import format_of
 from fewbit.ops.deferred import Deferred
-from fewbit.qarray import HowToQuantize, QArray, dequantize
+from fewbit.qarray import HowToQuantize, QArray, dequantize, get_tile_shape
 
 _LONGEST_SUM = 2**17  # of int8 codes times 8-bit codes that int32 surely holds
 _MSG_EXPLICIT = (
@@ -105,14 +105,18 @@ def is_placed(x: Any) -> bool:
 
 
 def arithmetic(dot: PanelDot, x: Any) -> str:
-    """What the kernel does with the activation: 'dynamic', 'codes' or 'none'."""
+    """What the kernel does with the activation: 'dynamic', 'static', 'codes' or 'none'."""
     form, view = format_of(dot.weight.qtype), dot.weight.panels
     if not isinstance(x, QArray | Deferred) or form.kind not in ("int", "sign"):
         return "none"
     if (view.tile or view.length("k")) > _LONGEST_SUM:
         return "none"
     if isinstance(x, Deferred):
-        return "dynamic" if _plain_int8(x.how, x, dot) else "none"
+        if x.scale is None:
+            return "dynamic" if _plain_int8(x.how, x, dot) else "none"
+        if _static_int8(x, dot):
+            return "static"
+        x = jax.eval_shape(Deferred.quantized, x)
     row = format_of(x.qtype)
     integer = row.kind == "int" and row.storage.name in ("int8", "int4") and x.zero_point is None
     return "codes" if integer and _tile_of(x, dot) is not None else "none"
@@ -128,7 +132,7 @@ def describe(dot: PanelDot, x: Any, bias: Any = None, activation: str | None = N
 
 def finishes(dot: PanelDot, bias: Any) -> bool:
     """Whether the kernel's columns are those of the bias, so that it can add it."""
-    if dot.batched or (bias is not None and dot.side == 0):
+    if bias is not None and dot.side == 0:
         return False
     order = packed_order(dot.columns)
     return bias is None or (
@@ -137,12 +141,10 @@ def finishes(dot: PanelDot, bias: Any) -> bool:
 
 
 def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
-    """Whether the kernel quantizes rows just as `how` says."""
-    free = {a for a in range(x.ndim) if a not in dot.x_summed}
-    simple = format_of(how.qtype).name == "int8" and how.calibration_method == "absmax"
-    if not simple or how.noise_fn is not None or how.scale_dtype is not None:
+    """Whether the kernel measures and quantizes rows just as `how` says."""
+    if how.calibration_method != "absmax" or how.scale_dtype is not None:
         return False
-    if {a % x.ndim for a in how.channelwise_axes} != free or x.dtype.name not in kernels.ROWS:
+    if not _int8_rows(how, x, dot):
         return False
     if not how.tiled_axes:
         return True
@@ -150,12 +152,30 @@ def _plain_int8(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
     return len(dot.x_summed) == 1 and dict(how.tiled_axes) == {dot.x_summed[0]: tile}
 
 
-def _tile_of(x: QArray, dot: PanelDot) -> int | None:
+def _static_int8(x: Deferred, dot: PanelDot) -> bool:
+    """Whether the kernel quantizes rows with their stored scale just as `x.quantized()` would."""
+    assert x.scale is not None
+    if x.zero_point is not None or x.scale.dtype != x.dtype or not _int8_rows(x.how, x, dot):
+        return False
+    return _tile_of(x, dot) is not None
+
+
+def _int8_rows(how: HowToQuantize, x: Any, dot: PanelDot) -> bool:
+    """Whether each of the kernel's rows is quantized for itself, to int8."""
+    free = {a for a in range(x.ndim) if a not in dot.x_summed}
+    if format_of(how.qtype).name != "int8" or how.noise_fn is not None:
+        return False
+    return {a % x.ndim for a in how.channelwise_axes} == free and x.dtype.name in kernels.ROWS
+
+
+def _tile_of(x: QArray | Deferred, dot: PanelDot) -> int | None:
     """k per scale of quantized rows (0: all), or None where the kernel cannot follow."""
+    assert x.scale is not None
     if all(x.scale.shape[a] == 1 for a in dot.x_summed):
         return 0
+    tiles = get_tile_shape(x.shape, x.how) if isinstance(x, Deferred) else x.tile_shape
     tile = dot.weight.panels.tile
-    single = len(dot.x_summed) == 1 and tile and x.tile_shape[dot.x_summed[0]] == tile
+    single = len(dot.x_summed) == 1 and tile and tiles[dot.x_summed[0]] == tile
     return tile if single else None
 
 
@@ -190,7 +210,7 @@ def run_panel_dot(
     if dot.batched:
         group_sizes = _equal_sizes(dot, x.shape)
     if not (bias is None and activation is None) and not finishes(dot, bias):
-        return kernels.finish(run_panel_dot(dot, x, dtype), bias, activation)
+        return kernels.finish(run_panel_dot(dot, x, dtype, group_sizes), bias, activation)
     settings: dict[str, Any] = dict(
         out_dtype=dtype if jnp.dtype(dtype).name in kernels.ROWS else jnp.float32,
         group_sizes=group_sizes,
@@ -201,12 +221,22 @@ def run_panel_dot(
         tile = dot.weight.panels.tile if x.how.tiled_axes else 0
         rows = _rows(dot, x.array)
         out = panel_product(rows, dot.weight, act=what, act_tile=tile, **settings)
+    elif what == "static":
+        out = panel_product(
+            _rows(dot, x.array),
+            dot.weight,
+            act=what,
+            act_scale=_row_scales(dot, x),
+            act_tile=_tile_of(x, dot) or 0,
+            **settings,
+        )
     elif what == "codes":
+        x = x.quantized() if isinstance(x, Deferred) else x
         out = panel_product(
             _rows(dot, x.qvalue.astype(jnp.int8)),
             dot.weight,
             act=what,
-            act_scale=_row_scales(dot, x),
+            act_scale=_row_scales(dot, x).astype(jnp.float32),
             act_tile=_tile_of(x, dot) or 0,
             **settings,
         )
@@ -237,14 +267,16 @@ def _rows(dot: PanelDot, x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(lead), dot.weight.panels.length("k"))
 
 
-def _row_scales(dot: PanelDot, x: QArray) -> jax.Array:
-    """The scales of quantized rows as [M, groups]."""
+def _row_scales(dot: PanelDot, x: QArray | Deferred) -> jax.Array:
+    """The scales of quantized rows as [M, groups]; [1, groups] where all rows share them."""
+    assert x.scale is not None
     free = dot.x_free(x.ndim)
     scale = jnp.transpose(x.scale, (*free, *dot.x_summed))
-    groups = math.prod(scale.shape[len(free) :])
+    inner = scale.shape[len(free) :]
     lead = tuple(x.shape[a] for a in free)
-    wide = jnp.broadcast_to(scale, (*lead, *scale.shape[len(free) :]))
-    return wide.reshape(math.prod(lead), groups).astype(jnp.float32)
+    if math.prod(scale.shape[: len(free)]) > 1:
+        scale = jnp.broadcast_to(scale, (*lead, *inner))
+    return scale.reshape(-1, math.prod(inner))
 
 
 def _result(dot: PanelDot, out: jax.Array, x_shape: tuple[int, ...]) -> jax.Array:

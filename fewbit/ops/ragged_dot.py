@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fewbit._qarray_panels import PanelArray
+from fewbit.kernels import finish
 from fewbit.ops.decision import (
     Decision,
     from_formats,
@@ -114,6 +115,8 @@ def describe_ragged_dot(
     rhs: Any,
     ragged_dot_dimension_numbers: lax.RaggedDotDimensionNumbers = _BASIC,
     group_sizes_ndim: int = 1,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> str:
     """Which path `ragged_dot` takes for these operands; abstract values are enough.
 
@@ -127,7 +130,7 @@ def describe_ragged_dot(
     lhs, rhs = unwrap(lhs), unwrap(rhs)
     native = find_panel_ragged_dot(lhs, rhs, ragged_dot_dimension_numbers)
     if native is not None and group_sizes_ndim == 1:
-        return describe_panel_dot(native, lhs)
+        return describe_panel_dot(native, lhs, bias, activation)
     lhs, rhs = (
         jax.eval_shape(operand, q) if isinstance(q, PanelArray | Deferred) else q
         for q in (lhs, rhs)
@@ -144,8 +147,13 @@ def ragged_dot(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     out_sharding: Any = None,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` where lhs (M, K) and rhs (G, K, N) may each be an array or a QArray.
+
+    `bias` (N) and `activation` follow the product, as in `dot_general`.
 
     >>> import jax.numpy as jnp
     >>> from fewbit.qarray import quantize
@@ -162,6 +170,8 @@ def ragged_dot(
         preferred_element_type,
         group_offset,
         out_sharding=out_sharding,
+        bias=bias,
+        activation=activation,
     )
 
 
@@ -174,6 +184,9 @@ def ragged_dot_general(
     preferred_element_type: Any = None,
     group_offset: Any = None,
     out_sharding: Any = None,
+    *,
+    bias: Any = None,
+    activation: str | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` where each side may be an array or a QArray.
 
@@ -190,12 +203,25 @@ def ragged_dot_general(
     if native is not None and sizes.ndim == 1 and group_offset is None and out_sharding is None:
         dtype = result_dtype((lhs, rhs), preferred_element_type)
         if jnp.issubdtype(dtype, jnp.floating):
-            return run_panel_dot(native, lhs, dtype, sizes)
+            return run_panel_dot(native, lhs, dtype, sizes, bias=bias, activation=activation)
+    placing = dict(group_offset=group_offset, out_sharding=out_sharding)
+    out = _ragged(lhs, rhs, sizes, numbers, precision, preferred_element_type, placing)
+    return finish(out, bias, activation)
+
+
+def _ragged(
+    lhs: Any,
+    rhs: Any,
+    sizes: jax.Array,
+    numbers: lax.RaggedDotDimensionNumbers,
+    precision: Any,
+    preferred: Any,
+    placing: dict[str, Any],
+) -> jax.Array:
     lhs, rhs = operand(lhs), operand(rhs)
     decision = decide_ragged_dot(lhs, rhs, numbers, sizes.ndim)
     if decision.on_codes:
-        dtype = result_dtype((lhs, rhs), preferred_element_type)
-        placing = dict(group_offset=group_offset, out_sharding=out_sharding)
+        dtype = result_dtype((lhs, rhs), preferred)
         return _ragged_on_codes(lhs, rhs, sizes, _Numbers.read(numbers), decision, dtype, placing)
     if decision.arithmetic != "float":
         lhs, rhs = as_floats(lhs, rhs)
@@ -205,9 +231,8 @@ def ragged_dot_general(
         sizes,
         numbers,
         precision=precision,
-        preferred_element_type=preferred_element_type,
-        group_offset=group_offset,
-        out_sharding=out_sharding,
+        preferred_element_type=preferred,
+        **placing,
     )
 
 

@@ -188,18 +188,21 @@ bool CheckColumns(const Kernels& kernels, int64_t rows, int64_t columns, bool wi
   return true;
 }
 
-// Groups of a row; in bfloat16 each step is rounded.
-bool CheckRow(const Kernels& kernels, int64_t length, int64_t group, bool narrow) {
+// Groups of a row, their scales measured or stored; in bfloat16 each step is rounded.
+bool CheckRow(const Kernels& kernels, int64_t length, int64_t group, bool narrow, bool stored) {
   std::vector<float> x = Table(1, length);
   const auto rounded = [narrow](float v) { return narrow ? FromBf16(ToBf16(v)) : v; };
   std::transform(x.begin(), x.end(), x.begin(), rounded);
   const int64_t groups = CeilDiv(length, group);
   std::vector<int8_t> codes(x.size());
-  std::vector<float> scales(static_cast<size_t>(groups));
-  kernels.quantize_row({x.data(), length, group, narrow, codes.data(), scales.data()});
+  std::vector<float> scales(static_cast<size_t>(groups), rounded(0.013f));
+  kernels.quantize_row({x.data(), length, group, narrow, stored, codes.data(), scales.data()});
+  const bool lost = std::any_of(x.begin(), x.end(), [](float v) { return std::isnan(v); });
   for (int64_t i = 0; i < length; ++i) {
     const int64_t first = i / group * group, count = std::min(group, length - first);
-    const float scale = rounded(ScaleNaively(x.data() + first, count, 1));
+    const float scale = !stored ? rounded(ScaleNaively(x.data() + first, count, 1))
+                        : lost  ? std::nanf("")
+                                : rounded(0.013f);
     const float v = x[static_cast<size_t>(i)];
     const float units = narrow || count == 1 ? rounded(v / scale) : v * (1.0f / scale);
     const int code = std::isnan(scale) ? 0 : CodeNaively(units);
@@ -224,9 +227,11 @@ int64_t CheckAllQuantized(const Kernels& kernels, bool* good) {
   }
   for (int64_t length : {1, 3, 31, 64, 200}) {
     for (int64_t group : {int64_t{1}, int64_t{16}, int64_t{32}, length}) {
-      *good = CheckRow(kernels, length, group, false) && CheckRow(kernels, length, group, true) &&
-              *good;
-      count += 2;
+      for (bool narrow : {false, true}) {
+        *good = CheckRow(kernels, length, group, narrow, false) &&
+                CheckRow(kernels, length, group, narrow, true) && *good;
+        count += 2;
+      }
     }
   }
   return count;
