@@ -175,7 +175,8 @@ void StreamIntPasses(const StreamInt& s) {
   constexpr int kN = SideBySide<T>(kRows);
   constexpr int kWords = T::Words(kBits);
   constexpr int64_t kBlockBytes = kBits * kPanel * 4;
-  constexpr bool kFetches = kBits < 8 || kRows > 1;
+  // Short pieces of whole bytes come in a row for the prefetcher, however many passes read them.
+  constexpr bool kFetches = kBits < 8 || (kRows > 1 && T::kPieceQuads > kBlockQuads);
   const Panel& panel = s.panel;
   // Where registers are so few that vectors are short, a second way out costs more than the questions.
   constexpr bool kTwoWays = T::kWidth == kLanes;
