@@ -255,7 +255,7 @@ void TileIntRows(const TileInt& t) {
 template <class T, int kRows, bool kOwnZeros, bool kScaleEach>
 FEWBIT_INLINE void TileGroupVectors(const TileInt& t, int v) {
   constexpr int kN = T::kGroupVectors;
-  constexpr int kUnroll = 4;  // every segment is a multiple of 4 quads long
+  constexpr int kUnroll = 2;  // every segment is a multiple of 4 quads long
   const int32_t* a = t.a;
   const int32_t* b = t.b + v * kLanes;
   typename T::F total[kRows][kN];
