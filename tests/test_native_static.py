@@ -84,6 +84,22 @@ def test_other_scales_are_used_before_the_kernel():
         np.testing.assert_allclose(out, given, rtol=2e-6, atol=1e-5)
 
 
+def test_convolutions_use_the_stored_scale():
+    x, w = normal(0, 2, 9, 9, 8), normal(1, 3, 3, 8, 64)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    weight = to_panels(quantize(w, "int8", channelwise_axes=(3,)), "kkcn")
+    how = HowToQuantize(qtype="int8", channelwise_axes=(0,))
+    stored = ops.Deferred(x, how, jnp.full((1, 1, 1, 1), 0.01))  # clips
+    settings = dict(window_strides=(1, 1), padding="SAME", dimension_numbers=numbers)
+    assert ops.describe_conv(stored, weight, **settings) == "native int8"
+    out, given = (
+        ops.conv_general_dilated(v, weight, **settings) for v in (stored, stored.quantized())
+    )
+    np.testing.assert_array_equal(out, given)
+    measured = ops.conv_general_dilated(ops.Deferred(x, how), weight, **settings)
+    assert jnp.abs(measured - out).max() > 1  # which would have hidden a scale that is not used
+
+
 def test_vmap_and_the_reference():
     x, weight = normal(0, 3, 4, 96), packed(96, 70)
     scale = jnp.array([0.01, 0.02, 0.03]).reshape(3, 1, 1)

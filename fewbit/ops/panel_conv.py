@@ -163,10 +163,16 @@ def _weight_on_codes(conv: NativeConv) -> bool:
 
 
 def _plain_int8(x: Deferred, image: int) -> bool:
-    """Whether native code quantizes images just as `how` says."""
+    """Whether native code measures and quantizes images just as `how` says."""
     how = x.how
     simple = format_of(how.qtype).name == "int8" and how.calibration_method == "absmax"
-    if not simple or how.noise_fn is not None or how.scale_dtype is not None or how.tiled_axes:
+    if (
+        x.scale is not None
+        or not simple
+        or how.noise_fn is not None
+        or how.scale_dtype is not None
+        or how.tiled_axes
+    ):
         return False
     return {a % x.ndim for a in how.channelwise_axes} == {image} and x.dtype.name in kernels.ROWS
 
