@@ -122,6 +122,9 @@ class Browser:
 
     def picture(self):
         """What is seen, as an array of (height, width, 3) bytes."""
+        # A page that has loaded may not be the one on the screen yet: two frames later it is.
+        frames = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        self.call("Runtime.evaluate", expression=frames, awaitPromise=True)
         return read_png(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
