@@ -15,6 +15,7 @@ from _measure import threads
 
 BUFFER_BYTES = 512 * 2**20  # far beyond any cache
 LOOPS = 2_000_000
+HANDOVERS = 20_000
 CHAINS = 12  # products per turn of the loops in _roof.c
 
 # name -> (function in _roof.c, multiply-adds per instruction), per instruction set
@@ -53,6 +54,23 @@ class Roof:
     def gigabytes_per_second(self) -> float:
         return BUFFER_BYTES / self.read_seconds() / 1e9
 
+    def handover_ns(self) -> float | None:
+        """How long a line of memory takes from one core to another; None on a single core."""
+        if threads() < 2:
+            return None
+        line = np.zeros(1, np.int64)
+        address = ctypes.c_void_p(line.ctypes.data)
+
+        def hand(i: int) -> None:
+            if i < 2:
+                self._library.roof_handover(address, ctypes.c_int64(i), ctypes.c_int64(HANDOVERS))
+
+        seconds = []
+        for _ in range(5):
+            line[0] = 0
+            seconds.append(self._together(hand))
+        return min(seconds) / HANDOVERS / 2 * 1e9
+
     def peaks(self, isa: str) -> dict[str, float]:
         """Best of a few runs, in GOP/s (a multiply-add is two); empty for an ISA without loops."""
         found = {}
@@ -77,6 +95,7 @@ def _compile() -> ctypes.CDLL:
 
 if __name__ == "__main__":
     roof = Roof()
+    print("ns from core to core:", *(f"{roof.handover_ns():.0f}" for _ in range(8)))
     print("GB/s:", *(f"{roof.gigabytes_per_second():.1f}" for _ in range(8)))
     for _isa in _PEAKS:
         with open("/proc/cpuinfo", encoding="utf-8") as _cpu:

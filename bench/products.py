@@ -233,23 +233,27 @@ def main() -> None:
     facts["versions"] |= {k: v for r in remotes for k, v in r.versions.items()}
     results: dict[str, Any] = {}
     peaks: dict[str, int] = {}
+    handovers: list[int] = []
     for shape in shapes:
         for name, value in roof.peaks(info.isa).items():  # the best of several moments
             peaks[name] = max(round(value), peaks.get(name, 0))
         there = [] if shape.back else remotes
         budget = 2.0 if args.quick else args.budget
         results[str(shape)] = measure(shape, names, there, roof, budget)
+        handovers += [round(ns) for ns in [roof.handover_ns()] if ns is not None]
         print(f"  {shape}: done", file=sys.stderr)
     for remote in remotes:
         remote.close()
     facts["load"].append(_measure.load())
     shown = ", ".join(f"{name} {value}" for name, value in peaks.items()) or "not measured"
-    text = _measure.headline(facts) + f"\npeak GOP/s from registers: {shown}\n\n"
+    text = _measure.headline(facts) + f"\npeak GOP/s from registers: {shown}\n"
+    text += f"ns from core to core, after each shape: {', '.join(map(str, handovers))}\n\n"
     text += table(results, shapes)
     print(text)
     if args.quick or args.only or args.shapes or args.back:
         return
-    whole = {"machine": facts, "budget_s": args.budget, "peak_gop_per_s": peaks, "shapes": results}
+    whole = {"machine": facts, "budget_s": args.budget, "peak_gop_per_s": peaks,
+             "core_to_core_ns": handovers, "shapes": results}  # fmt: skip
     name = f"products-{info.isa}" + "-peers" * bool(remotes)
     print(f"written: {_measure.write(name, whole).name}; {_page.put(name, text)}")
     if not remotes:

@@ -296,7 +296,7 @@ class CodesRun {
       const Panel unpacked{codes, reinterpret_cast<const uint8_t*>(ones.data()), nullptr, nullptr,
                            nullptr, span, &group, 1, kZero, kScaleF32};
       MultiplyIntPiece(kernels_, plan, kBits, true, unpacked, piece, begin, end, packed_rows,
-                       space);
+                       space, {});
     }
     for (int64_t r = 0; r < rows; ++r) {
       Write(first + entry, first_row + r, column, count, partial + r * kPanel);

@@ -91,6 +91,16 @@ struct Avx2 : Avx2Tables {
   static F AsFloat(I v) { return {_mm256_castsi256_ps(v.a), _mm256_castsi256_ps(v.b)}; }
   static I AsInt(F v) { return {_mm256_castps_si256(v.a), _mm256_castps_si256(v.b)}; }
 
+  // The nearest codes, halves to even. Numbers below -128, and NaN, end there: a conversion gives the least
+  // integer for what it cannot hold, and packing saturates.
+  static void StoreCodes(int8_t* p, F units) {
+    const __m256i shorts = _mm256_packs_epi32(Rounded(units.a), Rounded(units.b));
+    const __m256i bytes = _mm256_packs_epi16(shorts, shorts);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(bytes, order)));
+  }
+
   static F ByteOverMagic(I quad, int i) {
     const int b = i - 0x7f7f8000;  // byte i of a lane into its lowest place, zeros above
     const __m256i pick = _mm256_broadcastsi128_si256(_mm_setr_epi32(b, b + 4, b + 8, b + 12));
@@ -208,6 +218,9 @@ struct Avx2 : Avx2Tables {
     const __m256i y = _mm256_hadd_epi32(_mm256_hadd_epi32(v[4], v[5]), _mm256_hadd_epi32(v[6], v[7]));
     return _mm256_add_epi32(_mm256_permute2x128_si256(x, y, 0x20),
                             _mm256_permute2x128_si256(x, y, 0x31));
+  }
+  static __m256i Rounded(__m256 units) {
+    return _mm256_cvtps_epi32(_mm256_min_ps(_mm256_set1_ps(127.0f), units));
   }
   static __m256 LookUpHalf(const Table& table, __m256i index) {
     const __m256 low = _mm256_permutevar8x32_ps(table.low, index);

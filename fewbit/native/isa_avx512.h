@@ -66,6 +66,13 @@ struct Avx512 {
   static F AsFloat(I v) { return _mm512_castsi512_ps(v); }
   static I AsInt(F v) { return _mm512_castps_si512(v); }
 
+  // The nearest codes, halves to even. Numbers below -128, and NaN, end there: a conversion gives the least
+  // integer for what it cannot hold, and packing saturates.
+  static void StoreCodes(int8_t* p, F units) {
+    const I near = _mm512_cvtps_epi32(_mm512_min_ps(SetF(127.0f), units));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(near));
+  }
+
   static F ByteOverMagic(I quad, int i) {
     constexpr int kAndOr = 0xea;  // (x & y) | z
     return AsFloat(_mm512_ternarylogic_epi32(ShiftRight(quad, 8 * i), SetI(0xff),

@@ -8,6 +8,7 @@
 
 #include "isa_portable_four.h"
 #include "matmul_kernels.h"
+#include "quantize_codes.h"
 
 namespace fewbit {
 namespace {
@@ -103,6 +104,14 @@ struct Portable {
   }
   static F AsFloat(I v) { return {F4(v.a), F4(v.b), F4(v.c), F4(v.d)}; }
   static I AsInt(F v) { return {I4(v.a), I4(v.b), I4(v.c), I4(v.d)}; }
+
+  static void StoreCodes(int8_t* p, F units) {
+    float lanes[kLanes];
+    StoreF(lanes, units);
+    for (int i = 0; i < kLanes; ++i) {
+      p[i] = CodeOf(lanes[i]);
+    }
+  }
 
   static F ByteOverMagic(I quad, int i) {
     return AsFloat(Or(And(ShiftRight(quad, 8 * i), SetI(0xff)), SetI(0x4b000000)));

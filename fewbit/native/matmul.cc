@@ -99,7 +99,7 @@ class Run {
     }
     for (size_t p = 0; p < plan_.pieces.size(); ++p) {
       if (plan_.integers) {
-        IntPiece(index, plan_.pieces[p], begin, end, first_row, space);
+        IntPiece(index, p, begin, end, first_row, space);
       } else {
         FloatPiece(index, plan_.pieces[p], begin, end, first_row, p == 0, space);
       }
@@ -216,13 +216,29 @@ class Run {
     });
   }
 
-  void IntPiece(int64_t index, const Piece& piece, size_t begin, size_t end, int64_t first_row,
+  // The codes of a piece, or of the next panel's first behind the last.
+  Ahead CodesOfPiece(int64_t index, size_t p) const {
+    if (p == plan_.pieces.size()) {
+      ++index, p = 0;
+    }
+    if (index >= plan_.panels) {
+      return {nullptr, 0};
+    }
+    const int64_t block_bytes = m_.format->bits * kPanel * 4;
+    const Piece& piece = plan_.pieces[p];
+    const int64_t from = piece.bounds.front() / kBlockQuads * block_bytes;
+    const int64_t to = (piece.bounds.back() + kBlockQuads - 1) / kBlockQuads * block_bytes;
+    return {PanelAt(index).data + from, to - from};
+  }
+
+  void IntPiece(int64_t index, size_t p, size_t begin, size_t end, int64_t first_row,
                 const Space& space) const {
+    const Piece& piece = plan_.pieces[p];
     const IntRows rows{a_.words, a_.sums, a_.scales, a_.scale_columns, first_row};
     const IntSpace ints{space.c, space.c_stride, space.partial, space.scales, space.zeros,
                         reinterpret_cast<int32_t*>(space.unpacked)};
     MultiplyIntPiece(kernels_, plan_, m_.format->bits, Raw(), PanelOfPiece(index, piece), piece,
-                     begin, end, rows, ints);
+                     begin, end, rows, ints, CodesOfPiece(index, p + 1));
   }
 
   void Write(int64_t index, int64_t first_row, int64_t rows, const float* sums) const {
@@ -291,8 +307,12 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
   if (plan.stream) {
     packers.threads = 1;
   }
-  ParallelFor(packers, tiles,
-              [&](int64_t t) { PrepareTile(kernels, plan, m, t, activations); });
+  ParallelLanes(packers, plan.row_blocks(), plan.tiles_per_block, [&](int64_t block, int64_t i) {
+    const int64_t tile = block * plan.tiles_per_block + i;
+    if (tile < tiles) {
+      PrepareTile(kernels, plan, m, tile, activations);
+    }
+  });
   std::string problem = m.out_type == Element::kS32 ? CheckSums(plan, m, activations) : "";
   if (problem.empty()) {
     const Run run(kernels, m, plan, activations);
@@ -307,10 +327,8 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
         }
       });
     } else {
-      const int64_t row_blocks = plan.row_blocks();
-      ParallelFor(team, plan.panels * row_blocks, [&](int64_t block) {
-        run.TilePanel(block / row_blocks, block % row_blocks);
-      });
+      ParallelLanes(team, plan.row_blocks(), plan.panels,
+                    [&](int64_t block, int64_t panel) { run.TilePanel(panel, block); });
     }
   }
   ReleaseLargeScratch(Scratch::kCall);

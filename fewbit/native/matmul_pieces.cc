@@ -4,10 +4,15 @@
 #include <cstring>
 
 namespace fewbit {
+namespace {
+
+constexpr int64_t kLine = 64;
+
+}  // namespace
 
 void MultiplyIntPiece(const Kernels& kernels, const Plan& plan, int bits, bool raw,
                       const Panel& panel, const Piece& piece, size_t begin, size_t end,
-                      const IntRows& rows, const IntSpace& space) {
+                      const IntRows& rows, const IntSpace& space, Ahead ahead) {
   const bool as_it_is = kernels.panel_is_unpacked[bits];
   int32_t* words = as_it_is ? nullptr : space.words;
   kernels.unpack_int[bits - 1]({panel, nullptr, words, space.scales, space.zeros});
@@ -17,7 +22,13 @@ void MultiplyIntPiece(const Kernels& kernels, const Plan& plan, int bits, bool r
     b = reinterpret_cast<const int32_t*>(panel.data) + panel.segment_quads[0] * kPanel;
   }
   const int64_t columns = kernels.int_vectors * kLanes;
+  const int64_t turns = static_cast<int64_t>(end - begin) * (kPanel / columns);
+  const int64_t each = (ahead.count / kLine + turns) / turns * kLine;
   ForTiles(plan, begin, end, columns, [&](const Tile& tile, int64_t column) {
+    for (int64_t i = std::min(each, ahead.count); i > 0; i -= kLine) {
+      __builtin_prefetch(ahead.bytes, 0, 2);
+      ahead.bytes += kLine, ahead.count -= kLine;
+    }
     const int64_t row = tile.first_row, local = row - rows.first_row;
     TileInt args{};
     args.a = rows.words + (row * plan.quads + piece.bounds.front() * tile.rows) * plan.words;

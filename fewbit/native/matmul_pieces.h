@@ -44,10 +44,17 @@ struct IntSpace {
   int32_t* words;         // the unpacked piece
 };
 
+// Bytes that will be read after the piece. Asked for while it is multiplied, they come from memory
+// meanwhile.
+struct Ahead {
+  const uint8_t* bytes;
+  int64_t count;
+};
+
 // `panel` has the piece's segments; its bytes begin where its first quad says.
 void MultiplyIntPiece(const Kernels& kernels, const Plan& plan, int bits, bool raw,
                       const Panel& panel, const Piece& piece, size_t begin, size_t end,
-                      const IntRows& rows, const IntSpace& space);
+                      const IntRows& rows, const IntSpace& space, Ahead ahead);
 
 }  // namespace fewbit
 

@@ -20,6 +20,9 @@ constexpr int64_t kPanelPiece = 2048 / 4;
 // Rows of a block of work; their sums (256 bytes each) should stay in the L2 cache.
 constexpr int64_t kMostRows = 1024;
 constexpr int64_t kFewestRows = 96;
+// So many rows are worth unpacking a weight for them alone: a thread that keeps its own rows does not
+// wait for activations, and lines of results, that lie in the cache of another.
+constexpr int64_t kOwnRows = 256;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -64,13 +67,14 @@ void CutPieces(const Kernels& kernels, Plan* plan) {
   }
 }
 
-void CutRows(const Kernels& kernels, int64_t threads, const Matmul& m, Plan* plan) {
+void CutRows(const Kernels& kernels, int64_t threads, const Matmul& m, bool own_rows, Plan* plan) {
   const int height = plan->grouped    ? kernels.group_rows
                      : plan->integers ? kernels.int_rows
                                       : kernels.float_rows;
   plan->tiles = CutTiles(m.rows, plan->stream ? 1 : height);
   const int64_t count = static_cast<int64_t>(plan->tiles.size());
-  const int64_t blocks = RowBlocks(m.rows, plan->panels, threads);
+  const int64_t own = own_rows && plan->integers ? std::min(threads, m.rows / kOwnRows) : 1;
+  const int64_t blocks = std::max(own, RowBlocks(m.rows, plan->panels, threads));
   plan->tiles_per_block = plan->stream ? count : CeilDiv(count, std::max<int64_t>(blocks, 1));
 }
 
@@ -138,7 +142,7 @@ Plan MakePlan(const Kernels& kernels, int64_t threads, const Matmul& m, int plan
   });
   plan.grouped = plan.integers && !plan.stream && plan.segments() > 1 && whole &&
                  kernels.group_rows > 0 && m.out_type != Element::kS32;
-  CutRows(kernels, threads, m, &plan);
+  CutRows(kernels, threads, m, streams, &plan);
   return plan;
 }
 

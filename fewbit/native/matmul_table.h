@@ -1,4 +1,4 @@
-// The quantization of activations, and the table of one instruction set's kernels.
+// The table of one instruction set's kernels.
 // Internal linkage only, as in matmul_decode.h.
 
 #ifndef FEWBIT_NATIVE_MATMUL_TABLE_H_
@@ -11,32 +11,10 @@
 #include "matmul_dots.h"
 #include "matmul_stream_int.h"
 #include "matmul_tiles.h"
-#include "quantize_codes.h"
+#include "quantize_rows.h"
 
 namespace fewbit {
 namespace {
-
-FEWBIT_INLINE void QuantizeGroup(const QuantizeRow& r, int64_t from, int64_t count, bool lost, float* scale) {
-  if (!r.stored) {
-    *scale = ScaleOfLargest(LargestBits(r.x + from, count), r.round_to_bf16);
-  } else if (lost) {
-    *scale = __builtin_nanf("");
-  }
-  CodesOf(r.x + from, count, *scale, count == 1, r.round_to_bf16, r.codes + from);
-}
-
-void QuantizeOneRow(const QuantizeRow& r) {
-  constexpr int64_t kShort = 32;  // the shortest usual group: worth loops of a known length
-  const bool lost = r.stored && LargestBits(r.x, r.length) > kInfinityBits;
-  for (int64_t from = 0, g = 0; from < r.length; from += r.group, ++g) {
-    const int64_t count = r.length - from < r.group ? r.length - from : r.group;
-    if (count == kShort) {
-      QuantizeGroup(r, from, kShort, lost, r.scales + g);
-    } else {
-      QuantizeGroup(r, from, count, lost, r.scales + g);
-    }
-  }
-}
 
 void SumCodes(const int8_t* codes, const int64_t* segment_quads, int64_t segments, uint32_t zero,
               int32_t* sums) {
@@ -102,7 +80,7 @@ constexpr Kernels MakeKernels(const char* name, const ConvKernels* conv,
       {0, T::Words(1), T::Words(2), T::Words(3), T::Words(4), T::Words(5), T::Words(6), T::Words(7),
        T::Words(8)},
       {false, false, false, false, false, false, false, false, T::kPanelIsUnpacked},
-      QuantizeOneRow,
+      QuantizeOneRow<T>,
       SumCodes,
       PackCodes,
       {FEWBIT_STREAM(StreamFloatRows, 0, T::kStreamRows), FEWBIT_STREAM(StreamFloatRows, 1, T::kStreamRows),

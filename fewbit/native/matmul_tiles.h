@@ -62,12 +62,13 @@ void UnpackInt(const Unpack& u) {
   const Panel& panel = u.panel;
   const int64_t first = panel.segment_quads[0], last = panel.segment_quads[panel.segments];
   if (u.words != nullptr) {
-    for (int v = 0; v < kVectors; ++v) {
-      int32_t* out = u.words + v / T::kIntVectors * (last - first) * kQuadWords +
-                     v % T::kIntVectors * kVectorWords;
-      // Pieces of the integer path start at a block, or in the middle of one at a half group.
-      for (int64_t q = first; q < last; q += 4) {
+    // Pieces of the integer path start at a block, or in the middle of one at a half group. Four quads
+    // of all columns at a time: both sides are passed over from front to back.
+    for (int64_t q = first; q < last; q += 4) {
+      for (int v = 0; v < kVectors; ++v) {
         const uint8_t* block = panel.data + q / kBlockQuads * kBlockBytes + v * kLanes * 4;
+        int32_t* out = u.words + v / T::kIntVectors * (last - first) * kQuadWords +
+                       v % T::kIntVectors * kVectorWords + (q - first) * kQuadWords;
         if (q % kBlockQuads == 0) {
           FEWBIT_UNROLL
           for (int r = 0; r < 4; ++r, out += kQuadWords) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 #include <thread>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -43,16 +44,26 @@ class SubnormalsKept {
 // Lives on the heap as long as a helper may still look at it. `body` belongs to the caller, who
 // stays until every block that was taken is done; a helper that comes later takes none.
 struct Job {
-  std::atomic<int64_t> next{0};
-  std::atomic<int64_t> done{0};
-  int64_t count = 0;
-  const std::function<void(int64_t)>* body = nullptr;
+  explicit Job(int64_t lanes) : next(static_cast<size_t>(lanes)) {}
 
-  void Work() {
+  struct alignas(kLine) Counter {
+    std::atomic<int64_t> value{0};
+  };
+  std::vector<Counter> next;  // of each lane
+  std::atomic<int64_t> came{1}, done{0};  // threads that came: the caller is the first
+  int64_t count = 0;
+  const std::function<void(int64_t, int64_t)>* body = nullptr;
+
+  void Work(int64_t comer) {
     SubnormalsKept kept;
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) {
-      (*body)(i);
-      done.fetch_add(1, std::memory_order_release);
+    const size_t own = static_cast<size_t>(comer);
+    for (size_t turn = 0; turn < next.size(); ++turn) {
+      const size_t lane = (own + turn) % next.size();
+      std::atomic<int64_t>& at = next[lane].value;
+      for (int64_t i = at.fetch_add(1); i < count; i = at.fetch_add(1)) {
+        (*body)(static_cast<int64_t>(lane), i);
+        done.fetch_add(1, std::memory_order_release);
+      }
     }
   }
 };
@@ -81,16 +92,18 @@ Buffer& BufferOf(Scratch slot) {
 
 }  // namespace
 
-void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body) {
-  const auto job = std::make_shared<Job>();
+void ParallelLanes(const Workers& workers, int64_t lanes, int64_t count,
+                   const std::function<void(int64_t, int64_t)>& body) {
+  const auto job = std::make_shared<Job>(lanes);
+  const int64_t all = lanes * count;
   job->count = count;
   job->body = &body;
-  const int64_t helpers = (workers.threads < count ? workers.threads : count) - 1;
+  const int64_t helpers = (workers.threads < all ? workers.threads : all) - 1;
   for (int64_t i = 0; i < helpers; ++i) {
-    workers.schedule([job] { job->Work(); });
+    workers.schedule([job] { job->Work(job->came.fetch_add(1)); });
   }
-  job->Work();
-  for (int spins = 0; job->done.load(std::memory_order_acquire) < count; ++spins) {
+  job->Work(0);
+  for (int spins = 0; job->done.load(std::memory_order_acquire) < all; ++spins) {
     if (spins > 400) {
       std::this_thread::yield();
     } else {
@@ -99,6 +112,10 @@ void ParallelFor(const Workers& workers, int64_t count, const std::function<void
 #endif
     }
   }
+}
+
+void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body) {
+  ParallelLanes(workers, 1, count, [&body](int64_t, int64_t i) { body(i); });
 }
 
 int64_t UsableCpus() {

@@ -19,6 +19,12 @@ struct Workers {
 // subnormal numbers are kept, which XLA's threads otherwise flush to zero.
 void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body);
 
+// The same for `lanes` rows of blocks: body(lane, i) for each i < count. A thread begins with a lane of its
+// own, the caller with the first, so that what a lane works on stays in that thread's cache from one
+// call to the next; when its lane is used up it helps with others.
+void ParallelLanes(const Workers& workers, int64_t lanes, int64_t count,
+                   const std::function<void(int64_t, int64_t)>& body);
+
 // CPUs that this process may run on. XLA's pool can have more threads (one per host device).
 int64_t UsableCpus();
 

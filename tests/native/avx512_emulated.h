@@ -6,8 +6,10 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "matmul_kernels.h"
 
@@ -43,6 +45,13 @@ struct ToFloat {
   using Lane = int32_t;
   float operator()(int32_t v) const { return static_cast<float>(v); }
 };
+struct ToInt {
+  using Lane = float;
+  int32_t operator()(float v) const {
+    const bool fits = v >= -0x1p31f && v < 0x1p31f;  // not NaN either
+    return fits ? static_cast<int32_t>(std::nearbyint(v)) : std::numeric_limits<int32_t>::min();
+  }
+};
 struct SignedShift {
   using Lane = int32_t;
   unsigned n;
@@ -62,6 +71,7 @@ struct FromHalf {
 inline __m512i cvtepu8_epi32(__m128i v) { return Lanes<int32_t>(v, Same8{}); }
 inline __m512i cvtepu16_epi32(__m256i v) { return Lanes<int32_t>(v, Same16{}); }
 inline __m512 cvtepi32_ps(__m512i v) { return _mm512_castsi512_ps(Lanes<float>(v, ToFloat{})); }
+inline __m512i cvtps_epi32(__m512 v) { return Lanes<int32_t>(v, ToInt{}); }
 inline __m512 cvtph_ps(__m256i v) { return _mm512_castsi512_ps(Lanes<float>(v, FromHalf{})); }
 inline __m512i srai_epi32(__m512i v, unsigned n) { return Lanes<int32_t>(v, SignedShift{n}); }
 
@@ -101,6 +111,7 @@ inline __m512i dpbusd_epi32(__m512i sums, __m512i unsigned_bytes, __m512i signed
 #define _mm512_cvtepu8_epi32 fewbit::emulated::cvtepu8_epi32
 #define _mm512_cvtepu16_epi32 fewbit::emulated::cvtepu16_epi32
 #define _mm512_cvtepi32_ps fewbit::emulated::cvtepi32_ps
+#define _mm512_cvtps_epi32 fewbit::emulated::cvtps_epi32
 #define _mm512_cvtph_ps fewbit::emulated::cvtph_ps
 #undef _mm512_madd_epi16
 #define _mm512_madd_epi16 fewbit::emulated::madd_epi16

@@ -225,7 +225,7 @@ int64_t CheckAllQuantized(const Kernels& kernels, bool* good) {
       count += 2;
     }
   }
-  for (int64_t length : {1, 3, 31, 64, 200}) {
+  for (int64_t length : {1, 3, 31, 64, 200, 1100}) {
     for (int64_t group : {int64_t{1}, int64_t{16}, int64_t{32}, length}) {
       for (bool narrow : {false, true}) {
         *good = CheckRow(kernels, length, group, narrow, false) &&
