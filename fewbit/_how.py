@@ -132,6 +132,8 @@ def get_tile_shape(shape: Sequence[int], how: HowToQuantize) -> tuple[int, ...]:
                 f"Format {row.name} requires a tile size of {row.tile}, but axis {axis} got {tile}."
                 f" Pass tiled_axes={{{axis}: {row.tile}}}."
             )
+        if row.tile is not None and 0 < dim < tile:
+            tile = dim  # one block that is not full
         if not 0 < tile <= dim:
             raise ValueError(
                 f"{tuple(shape)} cannot be tiled as {dict(how.tiled_axes)}. Axis {axis} has {dim} "
@@ -140,6 +142,22 @@ def get_tile_shape(shape: Sequence[int], how: HowToQuantize) -> tuple[int, ...]:
             )
         result[axis] = tile
     return tuple(result)
+
+
+def with_tiles_within(how: HowToQuantize, shape: Sequence[int]) -> HowToQuantize:
+    """The same, with tiles that are longer than their axis as long as it.
+
+    >>> how = HowToQuantize(qtype='int8', tiled_axes={1: 32})
+    >>> with_tiles_within(how, (4, 8)).tiled_axes, with_tiles_within(how, (4, 64)).tiled_axes
+    ({1: 8}, {1: 32})
+    """
+    if format_of(how.qtype).tile is not None:  # a block has its length, full or not
+        return how
+    tiles = {
+        axis: max(shape[axis], 1) if isinstance(tile, int) and tile > shape[axis] else tile
+        for axis, tile in how.tiled_axes.items()
+    }
+    return how if tiles == how.tiled_axes else how.replace(tiled_axes=tiles)
 
 
 def get_scale_shape(shape: Sequence[int], how: HowToQuantize) -> tuple[int, ...]:

@@ -231,6 +231,9 @@ def _holds_nan(q: QArray) -> bool:
 def _tile(q: QArray, roles: str) -> int | None:
     """Rows of the flattened K that share a scale (0: all), or None if they do not lie together."""
     summed = [a for r in SUMMED for a, role in enumerate(roles) if role == r]
+    others = (a for a, role in enumerate(roles) if role not in SUMMED)
+    if any(q.scale.shape[a] not in (1, q.shape[a]) for a in others):
+        return None
     if all(q.scale.shape[a] == 1 for a in summed):
         return 0
     if any(q.scale.shape[a] not in (1, q.shape[a]) for a in summed[:-1]):

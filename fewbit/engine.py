@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from fewbit import current
 from fewbit.adapter_run import Adapters, check_adapters
@@ -268,7 +269,7 @@ class Runner:
         seen: list[tuple[str, str]] = []
         trains = self.provider.trains
         values = [
-            _abstract_weight(leaf, requests[leaf.path].how)
+            _abstract_weight(leaf, requests[leaf.path].how, value)
             if leaf and leaf.path in requests and not trains
             else value
             for value, leaf in zip(traced.values, traced.leaves, strict=True)
@@ -302,7 +303,14 @@ class Runner:
         return ran, seen
 
 
-def _abstract_weight(leaf: Leaf, how: Any) -> Weight:
-    array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+def _abstract_weight(leaf: Leaf, how: Any, value: Any) -> Weight:
+    array = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_explicit_place(value))
     q = abstract_quantized(array, how)
     return Weight(for_kernels(q, how), leaf.path)
+
+
+def _explicit_place(value: Any) -> Any:
+    """Where a leaf lies, if that is part of its type; planning sees what a `shard_map` will."""
+    sharding = getattr(value, "sharding", None)
+    explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
+    return sharding if explicit else None

@@ -82,6 +82,8 @@ def map_tiles(
     """
     axis = _first_uneven(array.shape, tile_shape)
     if axis is not None:
+        given, array = array, _whole_along(axis, array)
+        parts = tuple(part if part is None else _whole_along(axis, part) for part in parts)
         even = array.shape[axis] // tile_shape[axis]
         cut = even * tile_shape[axis]
         body_parts = [_cut(part, axis, 0, even) for part in parts]
@@ -89,13 +91,14 @@ def map_tiles(
         body = jax.lax.slice_in_dim(array, 0, cut, axis=axis)
         tail = jax.lax.slice_in_dim(array, cut, array.shape[axis], axis=axis)
         tail_tiles = _with(tile_shape, axis, array.shape[axis] - cut)
-        return jnp.concatenate(
+        joined = jnp.concatenate(
             [
                 map_tiles(fn, body, *body_parts, tile_shape=tile_shape),
                 map_tiles(fn, tail, *tail_parts, tile_shape=tail_tiles),
             ],
             axis=axis,
         )
+        return joined if array is given else jax.sharding.reshard(joined, _sharding(given))
     view = split_shape(array.shape, tile_shape)
     views = [None if part is None else _part_view(part, array.shape, tile_shape) for part in parts]
     return _joined(fn(_split(array, view), *views), array.shape)
@@ -113,6 +116,7 @@ def reduce_tiles(
     """
     axis = _first_uneven(array.shape, tile_shape)
     if axis is not None:
+        array = _whole_along(axis, array)
         cut = array.shape[axis] // tile_shape[axis] * tile_shape[axis]
         body = jax.lax.slice_in_dim(array, 0, cut, axis=axis)
         tail = jax.lax.slice_in_dim(array, cut, array.shape[axis], axis=axis)
@@ -171,7 +175,7 @@ def _part_view(part: jax.Array, shape: Sequence[int], tile_shape: Sequence[int])
 # On an explicit mesh a reshape must be told where the parts of a split axis go: to its tiles if
 # they share out evenly, else into the tile.
 def _split(array: jax.Array, view: Sequence[int]) -> jax.Array:
-    sharding = jax.typeof(array).sharding
+    sharding = _sharding(array)
     if not _is_placed(sharding):
         return array.reshape(view)
     entries: list[Any] = []
@@ -182,14 +186,25 @@ def _split(array: jax.Array, view: Sequence[int]) -> jax.Array:
         elif tile % _ways(sharding.mesh, entry) == 0 and tiles == 1:
             entries += [None, entry]
         else:  # a tile would be cut open
-            kept = [e if a != axis else None for a, e in enumerate(sharding.spec)]
-            whole = NamedSharding(sharding.mesh, PartitionSpec(*kept))
-            return _split(jax.sharding.reshard(array, whole), view)
+            return _split(_whole_along(axis, array), view)
     return array.reshape(view, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
 
 
+def _whole_along(axis: int, array: jax.Array) -> jax.Array:
+    """On an explicit mesh, the array with one axis on every device that has a part of it."""
+    sharding = _sharding(array)
+    if not _is_placed(sharding) or sharding.spec[axis] is None:
+        return array
+    kept = [e if a != axis else None for a, e in enumerate(sharding.spec)]
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
+
+
+def _sharding(array: jax.Array) -> Any:
+    return jax.typeof(array).sharding
+
+
 def _joined(array: jax.Array, shape: Sequence[int]) -> jax.Array:
-    sharding = jax.typeof(array).sharding
+    sharding = _sharding(array)
     if not _is_placed(sharding):
         return array.reshape(shape)
     spec = sharding.spec

@@ -87,9 +87,7 @@ def test_scan_over_sharded_layers(kind):
         assert relative_error(jax.jit(qf)(qp, x), expected) < 0.05
 
 
-def test_shard_map_runs_each_shard_quantized():
-    mesh = mesh_of(AxisType.Auto)
-
+def in_shards(mesh):
     def f(params, x):
         @partial(
             jax.shard_map,
@@ -102,9 +100,47 @@ def test_shard_map_runs_each_shard_quantized():
 
         return block(params["up"], params["down"], x)
 
+    return f
+
+
+def test_shard_map_runs_each_shard_quantized():
+    f = in_shards(mesh_of(AxisType.Auto))
     qf, qp, plan = quantized(f, W8A8, PARAMS, X)
     assert [row.runs_on for row in plan.sites] == [INT8_DOT, INT8_DOT]
     assert relative_error(jax.jit(qf)(qp, X), f(PARAMS, X)) < 0.05
+
+
+@pytest.mark.parametrize("abstract", [False, True], ids=["arrays", "shapes"])
+def test_shard_map_on_an_explicit_mesh(abstract):
+    """Where a weight lies is part of its type there, in a plan too."""
+    mesh = mesh_of(AxisType.Explicit)
+    f = in_shards(mesh)
+    with jax.set_mesh(mesh):
+        params = {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in PARAMS.items()}
+        x = jax.device_put(X, NamedSharding(mesh, P("d")))
+
+        def shape_of(a):
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=jax.typeof(a).sharding)
+
+        seen = jax.tree.map(shape_of, (params, x)) if abstract else (params, x)
+        plan = fewbit.plan(f, W8A8, *seen)
+        qp = fewbit.quantize_params(params, plan)
+        qf = fewbit.quantize_model(f, fewbit.PtqProvider(W8A8))
+        assert relative_error(jax.jit(qf)(qp, x), f(params, x)) < 0.05
+
+
+@pytest.mark.parametrize("weight, act", [("int8", "nvfp4"), ("nvfp4", "int8"), ("mxfp8", "mxfp8")])
+def test_blocks_of_activations_that_a_mesh_axis_does_not_divide(weight, act):
+    """96 columns over 4 devices, in blocks of 16 or 32: a reshape cuts a mesh axis into parts."""
+    mesh = mesh_of(AxisType.Auto)
+    rules = [QuantizationRule(weight_qtype=weight, act_qtype=act)]
+    whole = {"up": normal(0, 64, 96) / 8, "down": normal(1, 96, 64) / 8}
+    params = {k: jax.device_put(v, NamedSharding(mesh, SPECS[k])) for k, v in whole.items()}
+    x = jax.device_put(X, NamedSharding(mesh, P("d")))
+    qf, qp, _ = quantized(model, rules, params, x)
+    expected = quantized(model, rules, whole, X)
+    assert relative_error(qf(qp, x), expected[0](expected[1], X)) < 0.02
+    assert jax.jit(jax.grad(lambda x: qf(qp, x).sum()))(x).shape == X.shape
 
 
 def test_weight_behind_a_sharding_constraint_stays_quantized():
@@ -152,14 +188,16 @@ def test_quantizing_a_sharded_leaf_equals_quantizing_it_whole():
         np.testing.assert_array_equal(whole[name].array.scale, sharded[name].array.scale)
 
 
-@pytest.mark.parametrize("spec", [P(None, "d"), P("d", None)])
-def test_tiles_of_a_weight_split_over_an_explicit_mesh(spec):
+@pytest.mark.parametrize("tile", [32, 96])  # 96: the last tile is shorter
+@pytest.mark.parametrize("spec", [P(None, "d"), P("d", None), P("d", "m"), P("m", None)])
+def test_tiles_of_a_weight_split_over_an_explicit_mesh(spec, tile):
     mesh = mesh_of(AxisType.Explicit)
     w, x = normal(0, 256, 64), normal(1, 16, 256)
-    rules = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=32)]
+    rules = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=tile)]
     plan = fewbit.plan(lambda w, x: x @ w, rules, w, x)
     split = fewbit.quantize_params(jax.device_put(w, NamedSharding(mesh, spec)), plan).array
     whole = fewbit.unpack(fewbit.quantize_params(w, plan)).array
+    assert tuple(split.qvalue.sharding.spec) == tuple(spec)
     np.testing.assert_array_equal(np.asarray(split.scale), np.asarray(whole.scale))
     np.testing.assert_array_equal(
         np.asarray(split.qvalue.astype(jnp.int8)), np.asarray(whole.qvalue.astype(jnp.int8))

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fewbit.kernels._partition import mesh_axes, whole_everywhere
+
 
 def free_axes(shape: Sequence[Any], *taken: Sequence[int]) -> list[int]:
     """Axes of an operand that are in none of the lists.
@@ -57,20 +59,18 @@ def _spreading(call: Any, scaled: Any, spec: Any, ranks: tuple[int, ...]) -> Any
         return call(*operands, spec=spec)
 
     def partition(mesh, operands, result):
-        if not isinstance(result.sharding, NamedSharding):  # a mesh without names: whole everywhere
-            devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
-            whole = type(result.sharding).get_replicated(devices)
-            return mesh, functools.partial(call, spec=spec), whole, (whole,) * len(operands)
-        place = dict(zip(names[-1], _entries(result.sharding, len(names[-1])), strict=True))
-        used = {name for entry in place.values() for name in _mesh_axes(entry)}
+        if mesh.empty:
+            return whole_everywhere(mesh, functools.partial(call, spec=spec), operands, result)
+        place = dict(zip(names[-1], mesh_axes(result, mesh), strict=True))
+        used = {name for entry in place.values() for name in entry or ()}
         summed: list[str] = []
         for name in (n for n in names[0] if n.startswith("k")):
             found = [
-                _entries(operand.sharding, len(mine))[mine.index(name)]
+                mesh_axes(operand, mesh)[mine.index(name)]
                 for operand, mine in zip(operands[:2], names[:2], strict=True)
             ]
             entry = found[0] if found[1] is None else found[1]
-            axes = _mesh_axes(entry)
+            axes = entry or ()
             if found[0] in (None, entry) and not used & set(axes):
                 place[name] = entry
                 used |= set(axes)
@@ -90,7 +90,7 @@ def _spreading(call: Any, scaled: Any, spec: Any, ranks: tuple[int, ...]) -> Any
         return total if spec.out_dtype == "int32" else scaled(total, lhs_scale, rhs_scale, spec)
 
     rule = ", ".join(" ".join(own) for own in names[:-1]) + " -> " + " ".join(names[-1])
-    run.def_partition(partition, sharding_rule=rule)
+    run.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return run
 
 
@@ -111,12 +111,3 @@ def _names(numbers: Any, ranks: tuple[int, ...], scaled: bool) -> list[tuple[str
     else:
         scales = [("left",), ("right",)]
     return [lhs, rhs, *scales, axes_of_result(numbers, lhs, rhs)]
-
-
-def _entries(sharding: Any, rank: int) -> list[Any]:
-    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    return [*spec, *[None] * (rank - len(spec))]
-
-
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())

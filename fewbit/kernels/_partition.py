@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -60,6 +62,37 @@ def zero_with_devices() -> jax.Array:
     up only in the lowering of our primitive, which is too late.
     """
     return _marked(jnp.zeros((), jnp.int32))
+
+
+def whole_everywhere(mesh: Any, call: Local, operands: Any, result: Any) -> Any:
+    """What a partition gives where the mesh has no names."""
+    devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
+    whole = type(result.sharding).get_replicated(devices)
+    return mesh, call, whole, (whole,) * len(operands)
+
+
+def mesh_axes(array: Any, mesh: Any) -> list[tuple[str, ...] | None]:
+    """The mesh axes, the slowest first, that share each axis of an array; None: nobody does.
+
+    Axes that are cut by a part of a mesh axis count as whole: a reshape before the call may have
+    done so, and no PartitionSpec says it.
+    """
+    rank = len(array.shape)
+    # Of an array as wide as there are devices, which every sharding divides.
+    places = array.sharding.devices_indices_map((mesh.devices.size,) * rank)
+    found: list[tuple[str, ...] | None] = []
+    for axis in range(rank):
+        starts = np.array([places[d][axis].start or 0 for d in mesh.devices.flat])
+        starts = starts.reshape(mesh.devices.shape)
+        steps = {}
+        for way, name in enumerate(mesh.axis_names):
+            line = np.moveaxis(starts, way, 0).reshape(starts.shape[way], -1)[:, 0]
+            if len(line) > 1 and line[1] != line[0]:
+                steps[name] = int(line[1] - line[0])
+        names = tuple(sorted(steps, key=lambda name: -steps[name]))
+        ways = math.prod(mesh.shape[name] for name in names)
+        found.append(names if 1 < ways == len(np.unique(starts)) else None)
+    return found
 
 
 def alike(args: tuple[jax.Array, ...], *others: jax.Array) -> tuple[jax.Array, ...]:
@@ -111,15 +144,11 @@ def _spreading(local: Local, spec: Any, rule: str) -> Any:
         return local(*operands, spec=spec)
 
     def partition(mesh, operands, result):
-        if not isinstance(result.sharding, NamedSharding):  # a mesh without names: whole everywhere
-            devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
-            whole = type(result.sharding).get_replicated(devices)
-            return mesh, functools.partial(local, spec=spec), whole, (whole,) * len(operands)
-        places = (*result.sharding.spec, *[None] * (len(between) + 2))[: len(between) + 2]
+        if mesh.empty:
+            return whole_everywhere(mesh, functools.partial(local, spec=spec), operands, result)
+        places = mesh_axes(result, mesh)
         rows, columns = places[0] if right[0] == "m" else None, places[-1]
-        ways = 1
-        for name in (columns,) if isinstance(columns, str) else columns or ():
-            ways *= mesh.shape[name]
+        ways = math.prod(mesh.shape[name] for name in columns or ())
         if not by_panels or (spec.n // COLUMNS) % ways:
             columns, ways = None, 1
         mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
@@ -130,7 +159,7 @@ def _spreading(local: Local, spec: Any, rule: str) -> Any:
         output = NamedSharding(mesh, PartitionSpec(rows, *between, columns))
         return mesh, functools.partial(local, spec=mine), output, inputs
 
-    run.def_partition(partition, sharding_rule=rule)
+    run.def_partition(partition, sharding_rule=rule, decode_shardings=False)
     return run
 
 

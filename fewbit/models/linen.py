@@ -92,7 +92,7 @@ def plan(
     with initializing(twin, provider):
         variables = jax.eval_shape(init, key, dynamic)
     runs = [
-        make_run(
+        planning_run(
             twin,
             provider,
             variables,
@@ -145,6 +145,33 @@ class Options:
             self.method if isinstance(self.method, str) else getattr(self.method, "__name__", None)
         )
         return name or "__call__"
+
+
+def planning_run(
+    twin: nn.Module,
+    provider: Any,
+    variables: Mapping[str, Any],
+    *rest: Any,
+) -> tuple[Runner, list[Any]]:
+    """`make_run` with the variables that `init` made, for looking at.
+
+    A module may make something at its first call and want other inputs from then on, as Flax's
+    attention does with `decode=True`: its cache is as long as what `init` sees, then it takes one
+    token. It is looked at as it was while it made it.
+    """
+    run = make_run(twin, provider, variables, *rest)
+    if set(variables) <= {"params"} or _traces(run):
+        return run
+    first = make_run(twin, provider, {"params": variables.get("params", {})}, *rest)
+    return first if _traces(first) else run
+
+
+def _traces(run: tuple[Runner, list[Any]]) -> bool:
+    try:
+        run[0].trace(run[1])
+    except Exception:  # whatever the author's module raises
+        return False
+    return True
 
 
 def make_run(

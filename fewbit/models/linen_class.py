@@ -33,6 +33,7 @@ from fewbit.models.linen import (
     initializing,
     is_aux,
     make_run,
+    planning_run,
     with_scales,
     without_scales,
 )
@@ -130,7 +131,7 @@ def _init(
         )
     if not variables.get("params"):
         return variables
-    run = make_run(twin, provider, variables, _streams(rngs), args, kwargs, options)
+    run = planning_run(twin, provider, variables, _streams(rngs), args, kwargs, options)
     with warnings.catch_warnings():
         one = len(self._fewbit_methods) == 1
         if not one:  # a rule that matches nothing in this method may match in another

@@ -5,7 +5,7 @@ Gradients are straight-through: the value of a product with quantized activation
 one, its derivative that of the float product with the dequantized weight.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from fewbit import current, ops
+from fewbit._how import with_tiles_within
 from fewbit._qarray_panels import PanelArray
 from fewbit.decisions import activation_fields
 from fewbit.modes.provider import QuantizationProvider, as_float
@@ -70,6 +71,7 @@ class BoxedParamProvider(QuantizationProvider):
             rule,
             (lhs, rhs),
             lambda for_lhs, **how: granularity.dot_how(for_lhs=for_lhs, **numbers, **how),
+            dimension_numbers[0],
         )
         return quantized_product(
             product,
@@ -109,6 +111,7 @@ class BoxedParamProvider(QuantizationProvider):
             rule,
             operands,
             lambda for_lhs, **how: granularity.einsum_how(for_lhs=for_lhs, **spec, **how),
+            granularity.summed_axes(**spec),
         )
         return quantized_product(
             product,
@@ -195,6 +198,7 @@ class BoxedParamProvider(QuantizationProvider):
             rule,
             (lhs, rhs),
             lambda for_lhs, **how: granularity.ragged_dot_how(for_lhs=for_lhs, **how),
+            ([1], [1]),
         )
         return quantized_product(
             product,
@@ -232,18 +236,38 @@ def describe_einsum(einsum_str: str, *operands: Any, **finish: Any) -> str:
 
 
 def activation_hows(
-    rule: QuantizationRule | None, operands: Sequence[Any], how_for: Callable[..., HowToQuantize]
+    rule: QuantizationRule | None,
+    operands: Sequence[Any],
+    how_for: Callable[..., HowToQuantize],
+    summed: Sequence[Sequence[int]] = (),
 ) -> Hows:
-    """How to quantize each operand that is not a stored weight; None leaves it as it is."""
+    """How to quantize each operand that is not a stored weight; None leaves it as it is.
+
+    `summed` are the axes of both operands that the product sums over. Between two activations a
+    tile longer than these is one tile: the length of a sequence is no mistake in a rule.
+    """
     if rule is None or rule.weight_qtype is None:
         return (None,) * len(operands)
     fields = [activation_fields(rule, i) for i in range(len(operands))]
-    return tuple(
+    for own, other, axes in zip(fields, operands[::-1], _both_ways(summed), strict=False):
+        tiles = own["tile_size"]
+        shared = isinstance(other, QArray) or not isinstance(tiles, Mapping)
+        own["tile_size"] = granularity.beside(tiles, *axes) if shared else None
+    hows = [
         None
         if own["qtype"] is None or isinstance(x, QArray) or not should_quantize(x.dtype)
         else how_for(i == 0, **own)
         for i, (x, own) in enumerate(zip(operands, fields, strict=True))
+    ]
+    if any(isinstance(x, QArray) for x in operands):
+        return tuple(hows)
+    return tuple(
+        how and with_tiles_within(how, x.shape) for how, x in zip(hows, operands, strict=True)
     )
+
+
+def _both_ways(summed: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
+    return [summed, summed[::-1]] if summed else []
 
 
 def _float_side(x: Any) -> Any:

@@ -49,6 +49,20 @@ def _positive(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
+def beside(tile_size: TileSize, own: Sequence[int], other: Sequence[int]) -> TileSize:
+    """The tiles of an activation beside a weight, whose axes a mapping names.
+
+    `own` and `other` are the axes that are summed over, the activation's and the weight's: tiles of
+    these are shared, others are the weight's alone.
+
+    >>> beside({0: 16, 1: 4}, own=[1], other=[0]), beside({1: 4}, [1], [0]), beside(32, [1], [0])
+    ({1: 16}, None, 32)
+    """
+    if not isinstance(tile_size, Mapping):
+        return tile_size
+    return {a: tile_size[b] for a, b in zip(own, other, strict=True) if b in tile_size} or None
+
+
 def dot_how(
     *,
     dimension_numbers: Any,
@@ -82,6 +96,20 @@ def split_subscripts(einsum_str: str, ndims: Sequence[int]) -> tuple[list[str], 
         (einsum_str, *[(1,) * ndim for ndim in ndims]), shapes=True
     )
     return inputs.split(","), output
+
+
+def summed_axes(einsum_str: str, ndims: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The axes that both operands of an einsum have and its result has not, paired.
+
+    >>> summed_axes('bk,nk->bn', (2, 2))
+    ([1], [1])
+    """
+    inputs, output = split_subscripts(einsum_str, ndims)
+    if len(inputs) != 2:
+        return [], []
+    lhs, rhs = inputs
+    letters = [letter for letter in lhs if letter in rhs and letter not in output]
+    return [lhs.index(letter) for letter in letters], [rhs.index(letter) for letter in letters]
 
 
 def einsum_how(
