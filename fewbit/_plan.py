@@ -335,4 +335,9 @@ class Plan:
         """What `other` does differently."""
         from fewbit._plan_diff import diff_plans
 
+        if not isinstance(other, Plan):
+            raise TypeError(
+                f"plan.diff compares with another plan, not a {type(other).__name__}: "
+                "plan.diff(fewbit.plan(model, other_rules, *inputs)), or Plan.from_json(text)."
+            )
         return diff_plans(self, other)

@@ -61,6 +61,10 @@ def plan_from_json(text: str) -> Plan:
     ...
     ValueError: The plan has format version 99, but this fewbit reads up to 1. Upgrade fewbit, ...
     """
+    if not isinstance(text, str | bytes):
+        raise TypeError(
+            f"Plan.from_json reads the text that plan.to_json() wrote, not a {type(text).__name__}."
+        )
     document = load_json(text, "The plan")
     if not isinstance(document, Mapping) or document.get("format") != FORMAT:
         raise ValueError(

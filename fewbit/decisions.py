@@ -328,7 +328,9 @@ def storage(
 
 
 def _same_storage(a: HowToQuantize, b: HowToQuantize) -> bool:
-    fields = ("qtype", "channelwise_axes", "tiled_axes", "calibration_method", "scale_dtype")
+    fields = ["qtype", "calibration_method", "scale_dtype"]
+    if not parse_method(a.calibration_method).per_tensor:  # one scale, whatever the axes are
+        fields += ["channelwise_axes", "tiled_axes"]
     return all(getattr(a, f) == getattr(b, f) for f in fields)
 
 

@@ -6,7 +6,7 @@ stored quantized, and says which leaves are parameters. Everything JAX can cache
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -90,6 +90,7 @@ class Runner:
         views = [float_view(value) for _, value in flat]
         names = [self.leaf_path(key) for key, _ in flat]
         paths = [None if isinstance(name, ScaleName) else name for name in names]
+        _refuse_one_name_for_two(path for path in paths if path is not None)
         with current.tracing(self.provider) as failed:
             try:
                 traced = self._traceable.trace(jax.tree.unflatten(treedef, views))
@@ -314,3 +315,15 @@ def _explicit_place(value: Any) -> Any:
     sharding = getattr(value, "sharding", None)
     explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
     return sharding if explicit else None
+
+
+def _refuse_one_name_for_two(paths: Iterable[str]) -> None:
+    """Raise where two parameters would be one: `{'a/b': ...}` beside `{'a': {'b': ...}}`."""
+    seen: set[str] = set()
+    for path in paths:
+        if path in seen:
+            raise ValueError(
+                f"Two parameters have the path '{path}', by which rules, plans and files know "
+                "them. Rename one: a key with '/' in it reads like a key within a key."
+            )
+        seen.add(path)

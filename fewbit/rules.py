@@ -75,7 +75,9 @@ class QuantizationRule:
 
     `weight_qtype=None` switches matching ops off, `act_qtype=None` means weight-only. With
     `act_static_scale=True` activations use stored scales, which cover the range that calibration
-    saw; `act_static_reduction='mean'` makes them from its average over batches.
+    saw; `act_static_reduction='mean'` makes them from its average over batches. `tile_size` is the
+    length of a tile along what a product sums over (a float: its share), or a mapping from the
+    weight's axes to lengths, such as `{0: 128, 1: 128}`.
 
     >>> rule = QuantizationRule(module_path=".*/mlp/.*", weight_qtype="int4", tile_size=128)
     >>> rule
@@ -193,6 +195,12 @@ class QtRule(QuantizationRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.tile_size, Mapping) and self.act_qtype is not None:
+            raise ValueError(
+                f"{self._where()}: a mapping of tiles names the weight's axes, and training quantizes "
+                "activations in tiles of the same length. Give tile_size as one length (or share), "
+                "or leave act_qtype out."
+            )
         self._store("bwd_qtype", check_qtype)
         if self.bwd_qtype is not None and set(self.op_names) == {"take"}:
             raise ValueError(_MSG_NO_PRODUCT.format(where=self._where(), qtype=self.bwd_qtype))

@@ -46,6 +46,8 @@ def test_inputs_given_to_quantize_model():
 def test_unknown_method():
     with pytest.raises(ValueError, match="Model has no method 'encodd'. The nearest are encode"):
         fewbit.quantize_model(Model(), PtqProvider(W8A8), methods=("encodd",))
+    with pytest.raises(ValueError, match="Dense has no method 'enc'. The nearest are __call__."):
+        fewbit.quantize_model(nn.Dense(3), PtqProvider(W8A8), methods=("enc",))  # not its fields
     ptq, _, quantized = quantize(Model(), W8A8, X)
     with pytest.raises(AttributeError, match="encodd"):
         ptq.apply(quantized, X, method="encodd")

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import W8, W8A8, normal, quantized
+from helpers import W8, W8A8, normal, quantized, relative_error
 
 import fewbit
 from fewbit import PlanError, PtqProvider, QuantizationRule, UntraceableModelError
@@ -184,6 +184,41 @@ def test_a_tile_that_cannot_fit():
 
 def tied(params, x):
     return (x @ params["w"]) @ params["w"].T
+
+
+def test_one_scale_for_all_is_stored_one_way_whatever_is_summed_over():
+    rules = [QuantizationRule(weight_qtype="int8", weight_calibration_method="fixed,4")]
+
+    def f(params, x):
+        return jnp.tanh(x @ params["w"]) @ params["w"].T
+
+    params, x = {"w": normal(0, 64, 128)}, normal(1, 2, 64)
+    qf, qp, _ = quantized(f, rules, params, x)
+    stored = {"w": fewbit.dequantize(qp["w"].array)}
+    assert relative_error(qf(qp, x), f(stored, x)) < 1e-5
+
+
+def test_two_leaves_with_one_path():
+    params = {"a/b": normal(0, 64, 64), "a": {"b": normal(1, 64, 64)}}
+    with says(ValueError, "Two parameters have the path 'a/b'", "Rename one"):
+        fewbit.plan(lambda p, x: x @ p["a/b"] @ p["a"]["b"], W8, params, normal(2, 2, 64))
+
+
+def test_two_activations_with_zero_points():
+    rules = [
+        QuantizationRule(weight_qtype="int8", act_qtype="int8", act_calibration_method="minmax")
+    ]
+    x = normal(1, 4, 64)
+    with says(ValueError, ":dot_general0", "Only one operand can be asymmetric", "their own"):
+        fewbit.plan(lambda p, x: (x @ p["w"]) @ x.T, rules, {"w": normal(0, 64, 64)}, x)
+
+
+def test_a_plan_is_compared_with_a_plan_and_read_from_text():
+    plan = fewbit.plan(mlp, W8, PARAMS, X)
+    with says(TypeError, "plan.diff compares with another plan, not a str", "Plan.from_json"):
+        plan.diff("a")
+    with says(TypeError, "reads the text that plan.to_json() wrote, not a dict"):
+        fewbit.Plan.from_json({})
 
 
 def test_a_leaf_that_two_sites_want_stored_differently():

@@ -83,3 +83,9 @@ def test_a_weight_that_is_shorter_than_a_tile_is_still_a_mistake():
     rules = [QuantizationRule(weight_qtype="int4", tile_size=32)]
     with pytest.raises(ValueError, match=r"cannot be tiled as \{0: 32\}"):
         fewbit.plan(lambda p, x: x @ p, rules, normal(0, 8, 64), normal(1, 2, 8))
+
+
+def test_training_takes_one_length_for_weights_and_activations():
+    with pytest.raises(ValueError, match="a mapping of tiles names the weight's axes"):
+        fewbit.QtRule(weight_qtype="int8", act_qtype="int8", tile_size={0: 32, 1: 32})
+    fewbit.QtRule(weight_qtype="int8", tile_size={0: 32, 1: 32})

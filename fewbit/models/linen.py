@@ -61,8 +61,10 @@ def quantize(
 
 
 def _no_method(original: type[nn.Module], name: str) -> str:
-    own = [n for n in dir(original) if not hasattr(nn.Module, n) and callable(getattr(original, n))]
-    near = get_close_matches(name, own, 3) or [n for n in own if not n.startswith("_")][:3]
+    settings = {field.name for field in dataclasses.fields(original)}
+    names = {n for n in dir(original) if not n.startswith("_")} - {*dir(nn.Module)} - settings
+    own = ["__call__", *sorted(n for n in names if callable(getattr(original, n)))]
+    near = get_close_matches(name, own, 3) or own[:3]
     hint = f" The nearest are {', '.join(near)}." if near else ""
     return f"{original.__name__} has no method {name!r}.{hint}"
 

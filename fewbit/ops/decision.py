@@ -164,6 +164,7 @@ def refuse_two_zero_points(lhs: QArray, rhs: QArray) -> None:
     """Raise when both operands carry a zero point."""
     if lhs.zero_point is not None and rhs.zero_point is not None:
         raise ValueError(
-            "Only one operand can be asymmetric. Both operands carry a zero point; quantize the "
-            "weight with calibration_method='absmax', or dequantize() one operand."
+            "Only one operand can be asymmetric. Both operands carry a zero point; quantize one of "
+            "them with calibration_method='absmax' (a weight beside asymmetric activations; two "
+            "activations by a rule of their own, before the general one), or dequantize() it."
         )
