@@ -197,9 +197,9 @@ class QtRule(QuantizationRule):
         super().__post_init__()
         if isinstance(self.tile_size, Mapping) and self.act_qtype is not None:
             raise ValueError(
-                f"{self._where()}: a mapping of tiles names the weight's axes, and training quantizes "
-                "activations in tiles of the same length. Give tile_size as one length (or share), "
-                "or leave act_qtype out."
+                f"{self._where()}: a mapping of tiles names the weight's axes, and training "
+                "quantizes activations in tiles of the same length. Give tile_size as one length "
+                "(or share), or leave act_qtype out."
             )
         self._store("bwd_qtype", check_qtype)
         if self.bwd_qtype is not None and set(self.op_names) == {"take"}:
