@@ -1,6 +1,7 @@
 #include "matmul.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -261,6 +262,44 @@ class Run {
   const Activations& a_;
 };
 
+// The activations of each block of rows, made by whoever needs them first: a thread that comes late
+// keeps nobody from the rows that are there.
+class Preparation {
+ public:
+  Preparation(const Kernels& kernels, const Matmul& m, const Plan& plan, const Activations& a)
+      : kernels_(kernels), m_(m), plan_(plan), a_(a),
+        blocks_(static_cast<size_t>(plan.row_blocks())) {}
+
+  // Returns when the rows of a block are there; threads that come meanwhile help.
+  void Finish(int64_t row_block) {
+    Block& block = blocks_[static_cast<size_t>(row_block)];
+    const int64_t first = row_block * plan_.tiles_per_block;
+    const int64_t all = static_cast<int64_t>(plan_.tiles.size());
+    const int64_t count = std::min(plan_.tiles_per_block, all - first);
+    for (int64_t t = block.next.fetch_add(1); t < count; t = block.next.fetch_add(1)) {
+      PrepareTile(kernels_, plan_, m_, first + t, a_);
+      block.done.fetch_add(1, std::memory_order_release);
+    }
+    WaitFor(block.done, count);
+  }
+
+  void FinishAll() {
+    for (size_t block = 0; block < blocks_.size(); ++block) {
+      Finish(static_cast<int64_t>(block));
+    }
+  }
+
+ private:
+  struct Block {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  const Kernels& kernels_;
+  const Matmul& m_;
+  const Plan& plan_;
+  const Activations& a_;
+  std::vector<Block> blocks_;
+};
+
 // Sums of more than 2^16 products may not fit 32 bits; whether they can is up to the activations.
 std::string CheckSums(const Plan& plan, const Matmul& m, const Activations& a) {
   const int64_t code = m.zero != nullptr || m.format->zero == 0 ? (1 << m.format->bits) - 1
@@ -302,18 +341,13 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
     return "";
   }
   const Activations activations = TakeActivations(plan, m);
-  const int64_t tiles = static_cast<int64_t>(plan.tiles.size());
-  Workers packers = team;
-  if (plan.stream) {
-    packers.threads = 1;
+  Preparation preparation(kernels, m, plan, activations);
+  const bool checked = m.out_type == Element::kS32;
+  if (plan.stream || checked) {
+    const Workers packers = plan.stream ? Workers{} : team;
+    ParallelFor(packers, packers.threads, [&](int64_t) { preparation.FinishAll(); });
   }
-  ParallelLanes(packers, plan.row_blocks(), plan.tiles_per_block, [&](int64_t block, int64_t i) {
-    const int64_t tile = block * plan.tiles_per_block + i;
-    if (tile < tiles) {
-      PrepareTile(kernels, plan, m, tile, activations);
-    }
-  });
-  std::string problem = m.out_type == Element::kS32 ? CheckSums(plan, m, activations) : "";
+  std::string problem = checked ? CheckSums(plan, m, activations) : "";
   if (problem.empty()) {
     const Run run(kernels, m, plan, activations);
     if (plan.stream) {
@@ -327,8 +361,10 @@ std::string RunMatmul(const Kernels& kernels, const Workers& workers, const Matm
         }
       });
     } else {
-      ParallelLanes(team, plan.row_blocks(), plan.panels,
-                    [&](int64_t block, int64_t panel) { run.TilePanel(panel, block); });
+      ParallelLanes(team, plan.row_blocks(), plan.panels, [&](int64_t block, int64_t panel) {
+        preparation.Finish(block);
+        run.TilePanel(panel, block);
+      });
     }
   }
   ReleaseLargeScratch(Scratch::kCall);

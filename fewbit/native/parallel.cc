@@ -92,6 +92,18 @@ Buffer& BufferOf(Scratch slot) {
 
 }  // namespace
 
+void WaitFor(const std::atomic<int64_t>& count, int64_t all) {
+  for (int spins = 0; count.load(std::memory_order_acquire) < all; ++spins) {
+    if (spins > 400) {
+      std::this_thread::yield();
+    } else {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+    }
+  }
+}
+
 void ParallelLanes(const Workers& workers, int64_t lanes, int64_t count,
                    const std::function<void(int64_t, int64_t)>& body) {
   const auto job = std::make_shared<Job>(lanes);
@@ -103,15 +115,7 @@ void ParallelLanes(const Workers& workers, int64_t lanes, int64_t count,
     workers.schedule([job] { job->Work(job->came.fetch_add(1)); });
   }
   job->Work(0);
-  for (int spins = 0; job->done.load(std::memory_order_acquire) < all; ++spins) {
-    if (spins > 400) {
-      std::this_thread::yield();
-    } else {
-#if defined(__x86_64__)
-      _mm_pause();
-#endif
-    }
-  }
+  WaitFor(job->done, all);
 }
 
 void ParallelFor(const Workers& workers, int64_t count, const std::function<void(int64_t)>& body) {

@@ -3,6 +3,7 @@
 #ifndef FEWBIT_NATIVE_PARALLEL_H_
 #define FEWBIT_NATIVE_PARALLEL_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,6 +25,9 @@ void ParallelFor(const Workers& workers, int64_t count, const std::function<void
 // call to the next; when its lane is used up it helps with others.
 void ParallelLanes(const Workers& workers, int64_t lanes, int64_t count,
                    const std::function<void(int64_t, int64_t)>& body);
+
+// Returns when `count` has reached `all`, which other threads see to.
+void WaitFor(const std::atomic<int64_t>& count, int64_t all);
 
 // CPUs that this process may run on. XLA's pool can have more threads (one per host device).
 int64_t UsableCpus();
