@@ -301,6 +301,8 @@ def rules(draw):
     }
     cls = draw(st.sampled_from([QuantizationRule, QtRule, LoraRule]))
     if cls is QtRule:
+        if act and isinstance(fields["tile_size"], dict):  # refused: tests/test_odd_tiles.py
+            fields["tile_size"] = None
         fields["bwd_qtype"] = draw(st.sampled_from([None, "int8", "fp8_e5m2"]))
         fields["bwd_weight_grad_tile_size"] = draw(st.sampled_from([None, 1, 1.0, 1 / 3]))
         fields["additional_qt_config"] = draw(
