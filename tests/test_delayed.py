@@ -1,5 +1,6 @@
 """Delayed scaling of plain functions: the update, what it survives, what is refused."""
 
+import dataclasses
 import functools
 
 import jax
@@ -236,7 +237,9 @@ def test_a_gradient_beside_channelwise_weights_covers_every_channel():
 
 @pytest.mark.parametrize("emulate", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_serving_is_the_training_forward_with_the_last_histories(emulate):
-    f = model(emulate=emulate)
+    # Emulated, gradients are float.
+    rule = dataclasses.replace(FP8, bwd_qtype=None, bwd_calibration_method="absmax")
+    f = model(rule if emulate else FP8, emulate=emulate)
     params, x, y = data()
     histories = f.init_amax_history(params, x)
     state = {"params": params, "histories": histories}
