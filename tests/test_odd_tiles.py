@@ -10,7 +10,7 @@ import fewbit
 from fewbit import QuantizationRule
 
 
-@pytest.mark.parametrize("tile", [{0: 16, 1: 4}, {1: 4}, {0: 128, 1: 128}, {0: 32, 1: 0.25}])
+@pytest.mark.parametrize("tile", [{0: 16, 1: 4}, {1: 4}, {-2: 128, 1: 128}, {0: 32, 1: 0.25}])
 @pytest.mark.parametrize("qtype, act", [("int8", None), ("int4", "int8"), ("fp8", None)])
 def test_blocks_of_rows_and_columns(qtype, act, tile):
     rules = [QuantizationRule(weight_qtype=qtype, act_qtype=act, tile_size=tile)]
@@ -20,7 +20,7 @@ def test_blocks_of_rows_and_columns(qtype, act, tile):
         return x @ params["w"]
 
     qf, qp, _ = quantized(f, rules, params, x)
-    rows, columns = (tile.get(a, 256) for a in (0, 1))
+    rows, columns = (tile.get(a, tile.get(a - 2, 256)) for a in (0, 1))
     columns = round(columns * 256) if isinstance(columns, float) else columns
     assert qp["w"].array.scale.shape == (256 // rows, 256 // columns)
     w = np.asarray(params["w"], np.float64)

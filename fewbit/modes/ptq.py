@@ -252,7 +252,7 @@ def activation_hows(
     for own, other, axes in zip(fields, operands[::-1], _both_ways(summed), strict=False):
         tiles = own["tile_size"]
         shared = isinstance(other, QArray) or not isinstance(tiles, Mapping)
-        own["tile_size"] = granularity.beside(tiles, *axes) if shared else None
+        own["tile_size"] = granularity.beside(tiles, other.ndim, *axes) if shared else None
     hows = [
         None
         if own["qtype"] is None or isinstance(x, QArray) or not should_quantize(x.dtype)

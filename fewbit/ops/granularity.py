@@ -49,18 +49,19 @@ def _positive(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def beside(tile_size: TileSize, own: Sequence[int], other: Sequence[int]) -> TileSize:
-    """The tiles of an activation beside a weight, whose axes a mapping names.
+def beside(tile_size: TileSize, ndim: int, own: Sequence[int], other: Sequence[int]) -> TileSize:
+    """The tiles of an activation beside a weight of rank `ndim`, whose axes a mapping names.
 
     `own` and `other` are the axes that are summed over, the activation's and the weight's: tiles of
     these are shared, others are the weight's alone.
 
-    >>> beside({0: 16, 1: 4}, own=[1], other=[0]), beside({1: 4}, [1], [0]), beside(32, [1], [0])
-    ({1: 16}, None, 32)
+    >>> beside({-2: 16, 1: 4}, 2, own=[1], other=[0]), beside({1: 4}, 2, [1], [0])
+    ({1: 16}, None)
     """
     if not isinstance(tile_size, Mapping):
         return tile_size
-    return {a: tile_size[b] for a, b in zip(own, other, strict=True) if b in tile_size} or None
+    tiles = {_positive(axis, ndim): tile for axis, tile in tile_size.items()}
+    return {a: tiles[b] for a, b in zip(own, other, strict=True) if b in tiles} or None
 
 
 def dot_how(
