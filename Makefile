@@ -1,11 +1,14 @@
-# Everything runs in .venv, which the first target to need it makes. Needs Python >= 3.11, gcc, make.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# Everything runs in .venv, which the first target to need it makes. Needs Python 3.11 or newer, gcc, make.
+# PYTHON=... names the Python of .venv, PYTHON_OLDEST=... that of .venv-oldest; otherwise the newest, and
+# for .venv-oldest 3.11, is looked for (tools/find_python.sh).
+PYTHON ?=
+PYTHON_OLDEST ?=
 WORKERS ?= 2
 BIN := .venv/bin
 NATIVE_SOURCES := CMakeLists.txt $(wildcard fewbit/native/*.cc fewbit/native/*.h)
-# What pip would put into its isolated build environment; read from pyproject.toml, not repeated.
-BUILD_REQUIRES = $(BIN)/python -c "import tomllib; \
-  print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], sep='\n')"
+# Warnings of the compiler are errors. Every environment compiles in a folder of its own: scikit-build
+# starts over in one that another Python has used.
+COMPILED_IN = --config-settings=cmake.define.FEWBIT_WERROR=ON --config-settings=build-dir=build/$(1)
 SANITIZED := build/sanitized
 # Test files that call compiled functions, and the programs that do so without JAX.
 NATIVE_TESTS := $(wildcard tests/test_native*.py) tests/test_codes_dot.py tests/test_fused_products.py \
@@ -17,36 +20,63 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many tests start processes of their own: what one has compiled of Python the next should find.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help .venv .venv-peers .venv-bench-peers .venv-bench-llama demo test test-all test-native test-sanitized \
+.PHONY: help FORCE .venv .venv-oldest .venv-py312 .venv-peers .venv-bench-peers .venv-bench-llama demo \
+  test test-oldest test-py312 test-matrix test-next test-all soak test-native test-sanitized test-wheel \
   bench bench-peers bench-llama lint format docs wheel clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 .venv: .venv/.made  ## make or refresh the environment, native part included
 
-# Refreshed in place, so that a changed requirement does not cost a full reinstall.
-# Start over with `rm -rf .venv`.
-.venv/.made: pyproject.toml $(NATIVE_SOURCES)
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BUILD_REQUIRES) > .venv/build-requires.txt
-	$(BIN)/python -m pip install --quiet --no-compile -r .venv/build-requires.txt
-	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation \
-	  --config-settings=cmake.define.FEWBIT_WERROR=ON -e '.[dev,flax,keras]'
-	touch $@
+# Runs always, but only makes something, and writes its target, if there is no environment yet or none
+# that fits; says so.
+.venv/.python: FORCE
+	@PYTHON='$(PYTHON)' sh tools/make_env.sh .venv
 
-# The libraries that results are compared with must not choose the versions that we test with.
+# What fewbit and its tests need, then fewbit itself with the headers of the JAX that is there.
+# Refreshed in place, so that a changed requirement does not cost a full reinstall. Start over with
+# `rm -rf .venv`. $(1): the environment, $(2): more options for pip
+define install
+$(1)/bin/python tools/requirements.py dev flax keras > $(1)/requirements.txt
+$(1)/bin/python -m pip install --quiet --no-compile $(2) -r $(1)/requirements.txt
+$(1)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation \
+  $(call COMPILED_IN,$(patsubst .%,%,$(1))) -e .
+touch $(1)/.made
+endef
+
+.venv/.made: .venv/.python pyproject.toml tools/requirements.py $(NATIVE_SOURCES)
+	$(call install,.venv)
+
+.venv-oldest: .venv-oldest/.made  ## Python 3.11 with the oldest of everything (tests/oldest.txt)
+
+.venv-oldest/.python: FORCE
+	@PYTHON='$(PYTHON_OLDEST)' sh tools/make_env.sh .venv-oldest 3.11
+
+.venv-oldest/.made: .venv-oldest/.python pyproject.toml tests/oldest.txt tools/requirements.py $(NATIVE_SOURCES)
+	$(call install,.venv-oldest,-c tests/oldest.txt)
+
+.venv-py312: .venv-py312/.made  ## Python 3.12 with the newest of everything
+
+.venv-py312/.python: FORCE
+	@sh tools/make_env.sh .venv-py312 3.12
+
+.venv-py312/.made: .venv-py312/.python pyproject.toml tools/requirements.py $(NATIVE_SOURCES)
+	$(call install,.venv-py312)
+
+# The libraries that results are compared with must not choose the versions that we test with. They are
+# those of a certain day, when Python 3.11 was what they all knew.
 .venv-peers: .venv-peers/.made  ## the environment of the comparisons with other libraries
 
-.venv-peers/.made: pyproject.toml tests/peers/requirements.txt
-	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+.venv-peers/.made: tests/peers/requirements.txt
+	PYTHON='$(PYTHON_OLDEST)' sh tools/make_env.sh .venv-peers 3.11 3.12 3.13
 	.venv-peers/bin/python -m pip install --quiet -r tests/peers/requirements.txt
 	touch $@
 
 .venv-bench-peers: .venv-bench-peers/.made  ## the environment of the speed comparisons
 
 .venv-bench-peers/.made: bench/peers/requirements.txt
-	test -x .venv-bench-peers/bin/python || $(PYTHON) -m venv .venv-bench-peers
+	PYTHON='$(PYTHON_OLDEST)' sh tools/make_env.sh .venv-bench-peers 3.11 3.12 3.13
 	.venv-bench-peers/bin/python -m pip install --quiet -r bench/peers/requirements.txt
 	touch $@
 
@@ -54,25 +84,46 @@ help:  ## list the targets
 .venv-bench-llama: .venv-bench-llama/.made  ## the environment of llama.cpp
 
 .venv-bench-llama/.made: bench/peers/requirements-llama.txt
-	test -x .venv-bench-llama/bin/python || $(PYTHON) -m venv .venv-bench-llama
+	PYTHON='$(PYTHON_OLDEST)' sh tools/make_env.sh .venv-bench-llama 3.11 3.12 3.13
 	.venv-bench-llama/bin/python -m pip install --quiet -r bench/peers/requirements-llama.txt
 	touch $@
 
 demo: .venv  ## a small model, quantized
 	$(BIN)/python demo/digits.py
 
-# Most of the time goes into compiling some ten thousand small programs that run once, so XLA and LLVM
-# are told to emit plain code and not to optimize it: a fifth of the time. `make test-all` compiles as
-# users do.
-QUICK_COMPILES := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false \
-  --xla_cpu_parallel_codegen_split_count=1
-test: export XLA_FLAGS := $(QUICK_COMPILES) $(XLA_FLAGS)
+# $(1): the environment. RECORD=<file> keeps what was run and found.
+define quick-tests
+XLA_FLAGS="$$($(1)/bin/python tools/quick_compiles.py) $(XLA_FLAGS)" \
+  $(1)/bin/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long" $(if $(RECORD),--record $(RECORD))
+endef
+
 test: .venv  ## the quick tests and the doctests
-	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long"
+	$(call quick-tests,.venv)
+
+test-oldest: .venv-oldest  ## the same with the oldest versions of everything
+	$(call quick-tests,.venv-oldest)
+
+test-py312: .venv-py312  ## the same on Python 3.12
+	$(call quick-tests,.venv-py312)
+
+# One after the other; each is run and written down whatever became of those before it.
+test-matrix:  ## the three above; writes tests/last-test-{oldest,py312,newest}.txt
+	failed=; \
+	$(MAKE) test-oldest RECORD=tests/last-test-oldest.txt || failed="$$failed test-oldest"; \
+	$(MAKE) test-py312 RECORD=tests/last-test-py312.txt || failed="$$failed test-py312"; \
+	$(MAKE) test RECORD=tests/last-test-newest.txt || failed="$$failed test"; \
+	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+# A failure here is news, not a fault: no part of what has to pass.
+test-next: .venv  ## models and primitives on JAX's newest pre-release, if there is one
+	PYTHON='$(PYTHON)' sh tools/test_next.sh -n $(WORKERS)
 
 # The report page is opened in a real browser if there is one (Debian: chromium).
-test-all: .venv .venv-peers  ## everything; writes tests/last-test-all.txt
+test-all: .venv .venv-peers  ## everything but `soak`; writes tests/last-test-all.txt
 	$(BIN)/python tests/run_all.py --workers $(WORKERS)
+
+soak: .venv  ## the tests that take hours; writes tests/last-soak.txt
+	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m soak --record tests/last-soak.txt
 
 # A compiled part that is missing fails here instead of being skipped.
 test-native: .venv test-sanitized  ## the native part, plain and under sanitizers
@@ -95,7 +146,8 @@ test-sanitized: .venv  ## the native part under sanitizers; part of test-all
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips $(NATIVE_TESTS) \
-	  -k "not every_format and not instruction_sets and not resident"
+	  -m "not soak" -k "not every_format and not instruction_sets and not resident" \
+	  $(if $(RECORD),--record $(RECORD))
 
 bench: .venv  ## every measurement in bench/, one after the other
 	@set -e; for script in bench/[a-z]*.py; do \
@@ -121,8 +173,15 @@ docs: export KERAS_BACKEND := jax
 docs: .venv  ## the pages in docs/ and the API from its docstrings, into docs/_site
 	$(BIN)/python docs/build.py
 
-wheel: .venv  ## dist/fewbit-*.whl
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
+# Built in pip's isolated environment, against the headers of the oldest JAX. auditwheel reads which
+# symbols of the C libraries are needed and names the systems that have them.
+wheel: .venv  ## dist/fewbit-*.whl, for every Python and JAX that is supported
+	rm -rf build/wheel dist/*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps $(call COMPILED_IN,for-wheel) -w build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/fewbit-*.whl
+
+test-wheel: wheel  ## the wheel on Python 3.11 to 3.13, where there is no compiler
+	sh tools/check_wheel.sh dist/fewbit-*.whl
 
 clean:  ## build products; the environments stay
 	rm -rf build dist docs/_site .pytest_cache .mypy_cache .ruff_cache .hypothesis

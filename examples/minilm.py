@@ -186,11 +186,7 @@ def quantize_static(model: Encoder, tokens: jax.Array, calibration: Sequence[jax
 
     provider = fewbit.PtqProvider(rules("static"))
     stats = fewbit.calibrate(model, provider, calibration)
-    params = nnx.to_pure_dict(nnx.state(model))
-    plan = fewbit.plan(model, provider, tokens)
-    quantized = fewbit.quantize_model(model, provider, tokens)
-    nnx.update(quantized, fewbit.quantize_params(params, plan, stats))
-    return quantized
+    return fewbit.quantize_model(model, provider, tokens, quant_stats=stats)
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from types import ModuleType
 from typing import Any
 
-import yaml
-
+from fewbit._documents import load_yaml
+from fewbit._files import read_file
 from fewbit.rules import QuantizationRule
 from fewbit.rules_io import rules_from_json, rules_from_yaml
 
@@ -99,7 +99,7 @@ def _from_rules_file(file: str | None) -> tuple[QuantizationRule, ...]:
     if file is None:
         return ()
     path = pathlib.Path(file)
-    if not path.is_file():
+    if not path.exists():
         raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
     if path.suffix.lower() not in (".yaml", ".yml", ".json"):
         raise Misuse(_MSG_RULES.format(path=file, suffix=path.suffix))
@@ -110,12 +110,14 @@ def load_names(file: str | None) -> list[tuple[Any, ...]] | None:
     """How tensors of a source are called in the model: a YAML list of lists."""
     if file is None:
         return None
-    if not pathlib.Path(file).is_file():
+    if not pathlib.Path(file).exists():
         raise Misuse(_MSG_NO_FILE.format(path=file, near=_near_file(file)))
     try:
-        entries = yaml.safe_load(pathlib.Path(file).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        entries = load_yaml(read_file(file).decode("utf-8"), file)
+    except UnicodeDecodeError as error:
         raise Misuse(f"{file} is not YAML: {error}") from error
+    except ValueError as error:
+        raise Misuse(str(error)) from error
     if not isinstance(entries, list) or not all(isinstance(entry, list) for entry in entries):
         raise Misuse(_MSG_NAMES.format(path=file))
     return [tuple(tuple(x) if isinstance(x, list) else x for x in entry) for entry in entries]

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Mapping
 from typing import Any
 
 import fewbit
-from fewbit import _text, debug, kernels
+from fewbit import _text, _versions, debug, kernels
 from fewbit._cli_model import Misuse, load_model, load_names, load_rules
-from fewbit._doctor import fp8_here, keras_backend
+from fewbit._doctor import fp8_here, keras_backend, settings
 from fewbit.io.quantize_checkpoint import check_source, quantize_checkpoint
 from fewbit.models import front_end
 from fewbit.static_statistics import is_fixed
 
-_LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "keras", "keras-hub")
+_LIBRARIES = ("python", "jax", "jaxlib", "numpy", "flax", "keras", "keras-hub")
 _MSG_NO_PLAN = (
     "{path} was saved without a plan, and a report is about one. Save it with its plan: "
     "fewbit.save(path, params, plan)."
@@ -139,16 +138,11 @@ def doctor() -> int:
     """Print versions, kernels and what runs natively; 1 if the native part is missing."""
     print(f"fewbit {fewbit.__version__}")
     for name in _LIBRARIES:
-        print(f"{name + ':':16}{_installed(name)}")
+        print(f"{name + ':':16}{_versions.judged(name, _versions.installed(name))}")
     print(f"{'keras backend:':16}{keras_backend()}")
     found = kernels.info()
     print(found)
     print(f"{'fp8:':16}{fp8_here()}")
+    for line in settings():
+        print(f"{'setting:':16}{line}")
     return 0 if found.native else 1
-
-
-def _installed(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,9 +1,12 @@
-"""What `fewbit doctor` says about a machine beyond its kernels: fp8 units, and Keras' backend."""
+"""What `fewbit doctor` says beyond versions and kernels: fp8 units, Keras' backend, settings."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from fewbit._files import read_file
+from fewbit._settings import VARIABLES, is_on, unknown_variables
 
 _CPU_UNITS = {"amx_fp8": "AMX-FP8", "avx10_2": "AVX10.2", "avx10.2": "AVX10.2"}
 _FIRST_FP8_GPU = 8.9  # NVIDIA Ada; Hopper is 9.0
@@ -55,11 +58,29 @@ def keras_backend(environment: Any = os.environ) -> str:
     return (_MSG_BACKEND if found == "jax" else _MSG_OTHER_BACKEND).format(found=found)
 
 
+def settings(environment: Any = os.environ) -> list[str]:
+    """Fewbit's environment variables that are set; those that cannot be followed say so.
+
+    >>> settings({'FEWBIT_PROGRESS': 'no', 'FEWBIT_BACKENDS': 'xla'})
+    ["FEWBIT_PROGRESS is 'no', and can be 0 or 1. Set it to one of these, or unset it.",
+     'FEWBIT_BACKENDS is set, but fewbit does not read it; did you mean FEWBIT_BACKEND?']
+    """
+    said = []
+    for name in (name for name in VARIABLES if name in environment):
+        try:
+            if name == "FEWBIT_PROGRESS":
+                is_on(name, environment)
+            said.append(f"{name}={environment[name]}")
+        except ValueError as error:
+            said.append(str(error))
+    return said + unknown_variables(environment)
+
+
 def _configured(environment: Any) -> str | None:
     home = Path(environment.get("KERAS_HOME") or Path.home() / ".keras")
     try:
-        return json.loads((home / "keras.json").read_text(encoding="utf-8")).get("backend")
-    except (OSError, ValueError, AttributeError):
+        return json.loads(read_file(home / "keras.json")).get("backend")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
 
 

@@ -72,7 +72,7 @@ class HowToQuantize:
 
     Axes in `channelwise_axes` have a scale per index; `tiled_axes` maps an axis to its tile (an
     int, or a float for `round(dim * tile)`); all other axes share their scale. The scale is stored
-    in `scale_dtype`, by default in the array's.
+    in `scale_dtype`, by default in the array's, and that of a float16 array in float32.
 
     >>> how = HowToQuantize(qtype='int4', channelwise_axes=[1], tiled_axes={0: 32})
     >>> how.tiled_axes[0], get_scale_shape((64, 8), how)

@@ -175,4 +175,5 @@ def resolve(name: str) -> Any:
     own = [word for word in vars(sys.modules["fewbit"]) if not word.startswith("_")]
     near = get_close_matches(name, [*own, *LAZY, *_STANDINS], 1)
     hint = f" Did you mean {near[0]!r}?" if near else " dir(fewbit) lists what there is."
-    raise AttributeError(f"fewbit has no {name!r}.{hint}")
+    # obj: else Python adds a suggestion of its own behind ours.
+    raise AttributeError(f"fewbit has no {name!r}.{hint}", name=name, obj=None)

@@ -5,13 +5,18 @@ it too. Every array has its checksum in the manifest; nothing is ever unpickled.
 import hashlib
 import io
 import json
+import math
 import os
+import struct
 import zipfile
+import zlib
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from fewbit._atomic import write_atomically
+from fewbit._documents import load_json
+from fewbit._files import NoPlainFile, open_file
 from fewbit._version import __version__
 from fewbit.observed import Entry, Statistics
 
@@ -31,6 +36,16 @@ _MSG_FAILED = (
     "The statistics cannot be written to {path}: {reason}. What was there before is whole."
 )
 _MSG_DAMAGED = "{path} is damaged: {what}. Take another copy of the file, or calibrate again."
+_MSG_COMPRESSED = "{member} is compressed, which stats.save never does"
+_MSG_MORE = "its manifest names more arrays than there is room for in the file"
+_HEADERS = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OverflowError),
+    *(struct.error, zlib.error, UnicodeDecodeError, OSError),
+)
 _MSG_CHECKSUM = "the checksum of {array} is {found}, expected {wanted}"
 
 
@@ -81,24 +96,64 @@ def load(path: str | os.PathLike[str]) -> Statistics:
     """Read what `save` wrote; anything else is a ValueError that says what it is."""
     name = os.fspath(path)
     try:
-        with zipfile.ZipFile(path) as archive:
-            manifest = _manifest(archive, name)
-            return _read(archive, manifest, name)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
-        with open(path, "rb") as file:
-            start = file.read(2)
-        if start != b"PK":
-            raise ValueError(_MSG_FOREIGN.format(path=name, why="it is no zip archive")) from error
-        raise ValueError(_MSG_DAMAGED.format(path=name, what=error or "it is cut off")) from error
+        number = open_file(path)
+    except NoPlainFile as error:
+        raise ValueError(_MSG_FOREIGN.format(path=name, why=f"it {error.what}")) from None
+    with open(number, "rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = _Members(archive, name, os.fstat(number).st_size)
+                return _read(members, _manifest(members, name), name)
+        except _ZIP_ERRORS as error:
+            file.seek(0)
+            if file.read(2) != b"PK":
+                why = "it is no zip archive"
+                raise ValueError(_MSG_FOREIGN.format(path=name, why=why)) from error
+            what = error or "it is cut off"
+            raise ValueError(_MSG_DAMAGED.format(path=name, what=what)) from error
 
 
-def _manifest(archive: zipfile.ZipFile, path: str) -> dict[str, Any]:
-    if _MANIFEST not in archive.namelist():
+class _Members:
+    """The members of an archive, each as long as it is in the file and all no longer than it.
+
+    `save` compresses nothing; an archive of a few bytes that unpacks to all of the memory is none
+    of its own.
+    """
+
+    def __init__(self, archive: zipfile.ZipFile, path: str, left: int):
+        self.archive, self._path, self._left = archive, path, left
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.archive.namelist()
+
+    def read(self, name: str) -> bytes:
+        info = self.archive.getinfo(name)
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            what = _MSG_COMPRESSED.format(member=name)
+            raise ValueError(_MSG_DAMAGED.format(path=self._path, what=what))
+        self._left -= info.file_size
+        if self._left < 0:
+            raise ValueError(_MSG_DAMAGED.format(path=self._path, what=_MSG_MORE))
+        return self.archive.read(info)
+
+
+def _array(data: bytes) -> np.ndarray:
+    """An array out of a member; its header is believed if as many bytes follow as it says."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version not in _HEADERS:
+        raise ValueError(f"version {version} of the npy format")
+    shape, _, dtype = _HEADERS[version](stream)
+    follow = len(data) - stream.tell()
+    if not dtype.hasobject and (not dtype.itemsize or math.prod(shape) * dtype.itemsize != follow):
+        raise ValueError(f"{shape} of {dtype} in {follow} bytes")
+    return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+
+
+def _manifest(archive: _Members, path: str) -> dict[str, Any]:
+    if _MANIFEST not in archive:
         raise ValueError(_MSG_FOREIGN.format(path=path, why=f"it has no {_MANIFEST}"))
-    try:
-        manifest = json.loads(archive.read(_MANIFEST))
-    except ValueError as error:
-        raise ValueError(_MSG_DAMAGED.format(path=path, what=f"{_MANIFEST}: {error}")) from error
+    manifest = load_json(archive.read(_MANIFEST), f"{path} is damaged: {_MANIFEST}")
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
         raise ValueError(_MSG_FOREIGN.format(path=path, why=f"its format is {found!r}"))
@@ -109,7 +164,7 @@ def _manifest(archive: zipfile.ZipFile, path: str) -> dict[str, Any]:
     return manifest
 
 
-def _read(archive: zipfile.ZipFile, manifest: dict[str, Any], path: str) -> Statistics:
+def _read(archive: _Members, manifest: dict[str, Any], path: str) -> Statistics:
     def get(place: Any, what: str) -> np.ndarray:
         member, wanted = place["array"], place["sha256"]
         data = archive.read(member)
@@ -118,8 +173,8 @@ def _read(archive: zipfile.ZipFile, manifest: dict[str, Any], path: str) -> Stat
             text = _MSG_CHECKSUM.format(array=what, found=found[:16], wanted=str(wanted)[:16])
             raise ValueError(_MSG_DAMAGED.format(path=path, what=text))
         try:
-            return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-        except ValueError as error:
+            return _array(data)
+        except (ValueError, TypeError, ArithmeticError) as error:
             text = f"{what} is no plain array ({error})"
             raise ValueError(_MSG_DAMAGED.format(path=path, what=text)) from error
 
@@ -136,7 +191,10 @@ def _read(archive: zipfile.ZipFile, manifest: dict[str, Any], path: str) -> Stat
             if method is not None and not isinstance(method, str):
                 raise TypeError(f"the method of {name} is {method!r}")
             entries[name] = Entry(row["site"], row["side"], count, states, method)
-        return Statistics(manifest["kind"], manifest["model"], int(manifest["batches"]), entries)
+        batches = manifest["batches"]
+        if type(batches) is not int or not 0 <= batches < 2**63:
+            raise TypeError(f"{batches!r:.40} batches")
+        return Statistics(manifest["kind"], manifest["model"], batches, entries)
     except (KeyError, TypeError, AttributeError) as error:
         what = f"its manifest is not complete ({type(error).__name__}: {error})"
         raise ValueError(_MSG_DAMAGED.format(path=path, what=what)) from error

@@ -1,4 +1,4 @@
-"""fewbit's own observers: ranges, histograms, channels and Hessians."""
+"""fewbit's own observers: ranges, histograms, channels and Hessians. (`tails` has one more.)"""
 
 import math
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from fewbit import _histograms
 from fewbit.calibration import calibrate, parse_method
 from fewbit.observers import Operand, State, register_observer
 from fewbit.qarray import get_tile_shape
+from fewbit.tails import Tail
 from fewbit.taps import whole_array
 from fewbit.tiling import expand
 
@@ -184,5 +185,5 @@ def _rows(operand: Operand, array: jax.Array) -> jax.Array:
     return turned.reshape(*groups, math.prod(array.shape[axis] for axis in others), width)
 
 
-for _observer in (Range(), Histogram(), Channels(), Hessian()):
+for _observer in (Range(), Histogram(), Channels(), Hessian(), Tail()):
     register_observer(_observer)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import numpy as np
 
+from fewbit._scales import scale_type
 from fewbit._text import human_bytes, human_count
 from fewbit.calibration import parse_method
 from fewbit.numerics import format_of
@@ -168,8 +169,9 @@ class ScalePlan:
 def stored_bytes(shape: Sequence[int], how: HowToQuantize | None, dtype: Any = "float32") -> int:
     """Bytes of an array of this shape once stored: codes at true width, scales, zero points.
 
-    `dtype` is the array's own, which is also its scales' unless `how` names another. Codes are
-    packed along the last axis, each row starting on a byte; an uneven last tile has its scale too.
+    `dtype` is the array's own, which is also its scales' unless `how` names another (those of
+    float16 are float32). Codes are packed along the last axis, each row starting on a byte; an
+    uneven last tile has its scale too.
 
     >>> from fewbit.qarray import HowToQuantize
     >>> stored_bytes((64, 64), HowToQuantize(qtype="int4", channelwise_axes=(1,)), "float32")
@@ -182,7 +184,7 @@ def stored_bytes(shape: Sequence[int], how: HowToQuantize | None, dtype: Any = "
     row = format_of(how.qtype)
     last = shape[-1] if shape else 1
     total = math.prod(shape[:-1]) * _bytes_of(last, row.bits)
-    scale_dtype = row.scale_dtype or how.scale_dtype or dtype
+    scale_dtype = row.scale_dtype or scale_type(dtype, how.scale_dtype)
     scales = math.prod(get_scale_shape(tuple(shape), how))
     total += scales * jnp.dtype(scale_dtype).itemsize
     if parse_method(how.calibration_method).asymmetric:

@@ -17,13 +17,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fewbit._documents import load_json
 from fewbit._plan import ArrayInfo, LeafPlan, Plan, ScalePlan, Site, SitePlan
 from fewbit._plan_adapter import AdapterPlan
 from fewbit._rule_checks import nearest
 from fewbit.numerics import qtype_name
 from fewbit.qarray import HowToQuantize
 from fewbit.rules import QuantizationRule
-from fewbit.rules_io import load_json, rule_from_dict, rule_to_dict, rules_to_list
+from fewbit.rules_io import rule_from_dict, rule_to_dict, rules_to_list
 
 FORMAT = "fewbit-plan"
 VERSION = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import sys
@@ -10,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TextIO, TypeVar
 
+from fewbit._settings import is_on
 from fewbit._text import human_bytes
 
 T = TypeVar("T")
@@ -44,8 +44,7 @@ class Progress:
     ):
         self.label, self.total, self.done, self.note = label, total, 0, note
         self._stream, self._unit = sys.stderr if stream is None else stream, unit
-        self._visible = show and os.environ.get("FEWBIT_PROGRESS", "1") != "0"
-        self._visible = self._visible and self._stream.isatty()
+        self._visible = is_on("FEWBIT_PROGRESS") and show and self._stream.isatty()
         self._start = self._drawn = time.monotonic()
         self._width = 0
 

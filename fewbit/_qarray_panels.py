@@ -33,6 +33,11 @@ PACKED_AXES = 5  # panels, blocks, words, columns, bytes
 SUMMED = "kc"  # roles of summed axes; 'c', a convolution's input channels, lie innermost
 _NO_PANELS = {"int16", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"}
 _NO_PANELS |= {"float8_e4m3", "float8_e3m4"}
+_MSG_EXPLICIT = (
+    "{weight!r} is split over an explicit mesh, where panels cannot be followed. Place the plain "
+    "form: jax.device_put(fewbit.unpack(params), ...) of parameters that are not split yet, or "
+    "quantize parameters that are placed already."
+)
 _PARTS = ("data", "_scale", "_zero_point", "_tensor_scale", "_layer")
 
 
@@ -146,6 +151,7 @@ class PanelArray(QArray):
         """The same array with one code per element."""
         if not isinstance(self.data, jax.Array):
             return jax.eval_shape(_plain, self)
+        check_whole(self)
         return _plain(self)
 
     @property
@@ -198,6 +204,16 @@ class PanelArray(QArray):
         data = f"uint8[{','.join(map(str, self.data.shape))}]"
         shape = ",".join(map(str, self.shape))
         return f"QArray([{shape}], qtype={self._static[0]}, layout=panels, data={data})"
+
+
+def check_whole(p: PanelArray) -> None:
+    """Raise if a part is split over an explicit mesh: JAX cannot say where its pieces would lie.
+
+    >>> check_whole(to_panels(QArray(jnp.ones((64, 32), jnp.int8), jnp.ones((1, 32))), 'kn'))
+    """
+    parts = [part for part in p.packed_parts if isinstance(part, jax.Array)]
+    if any(entry is not None for part in parts for entry in jax.typeof(part).sharding.spec):
+        raise ValueError(_MSG_EXPLICIT.format(weight=p))
 
 
 def why_no_panels(q: QArray, roles: str) -> str | None:

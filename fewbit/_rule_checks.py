@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import numpy as np
 
+from fewbit._patterns import PatternError, compile_pattern
 from fewbit.calibration import check_method, parse_method
 from fewbit.numerics import canonical_qtype, format_of, qtype_name
 
@@ -118,7 +119,9 @@ def check_regex(where: str, field: str, value: object) -> str:
             f"Write {field}='.*' for every module."
         )
     try:
-        re.compile(value)
+        compile_pattern(value)
+    except PatternError as error:
+        raise ValueError(f"{where}: {field}: {error}.") from None
     except re.error as error:
         starred = re.sub(r"(?<![\w\])}.])\*", ".*", value)
         fix = f"Write {starred!r}" if _compiles(starred) else f"Write {re.escape(value)!r}"

@@ -24,7 +24,21 @@ from fewbit.tiling import map_tiles
 # A power of two rounded down is on average too small; these factors move the rounding point to
 # where clipping the largest value and losing resolution cost the same.
 _MX_ROUNDING = {"mxfp4": 12 / 7, "mxfp8": 60 / 31, "mxfp8_16": 60 / 31}
-_SMALLEST_E4M3 = 2.0**-9
+SMALLEST_E4M3 = 2.0**-9
+
+
+def scale_type(dtype: Any, scale_dtype: Any = None) -> np.dtype:
+    """The dtype of an array's scales: the one asked for, else the array's own, float32 for float16.
+
+    float16 ends at 6e-5, and a range over 127.5 gets there with activations below 0.008.
+
+    >>> scale_type('bfloat16'), scale_type('float16'), scale_type('float32', 'float16')
+    (dtype(bfloat16), dtype('float32'), dtype('float16'))
+    """
+    if scale_dtype is not None:
+        return jnp.dtype(scale_dtype)
+    own = jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32) if own == jnp.float16 else own
 
 
 def compute_scale_zero_point(
@@ -55,7 +69,8 @@ def compute_scales(
     row = format_of(qtype)
     if "absmax" in calibration:
         absmax = calibration["absmax"]
-        scale = _divide(_widened(absmax, scale_dtype, row), get_symmetric_bound(row))
+        stored = scale_type(absmax.dtype, scale_dtype)
+        scale = _divide(_widened(absmax, stored, row), get_symmetric_bound(row))
         if row.name == "nvfp4":
             levels, power = split_two_levels(scale)
             return levels, None, power
@@ -63,11 +78,12 @@ def compute_scales(
             scale = _power_of_two(_not_tiny(scale) * _MX_ROUNDING[row.name])
             return scale.astype(row.scale_dtype), None, None
         if row.kind == "sign":
-            return scale.astype(scale_dtype or absmax.dtype), None, None
-        return _stored(scale, scale_dtype or absmax.dtype), None, None
+            return _fitted(scale, stored).astype(stored), None, None
+        return _stored(scale, stored), None, None
     qmin, qmax = get_asymmetric_bound(row)
-    low, high = (_widened(calibration[key], scale_dtype, row) for key in ("min", "max"))
-    scale = _stored(_divide(high - low, qmax - qmin), scale_dtype or calibration["min"].dtype)
+    stored = scale_type(calibration["min"].dtype, scale_dtype)
+    low, high = (_widened(calibration[key], stored, row) for key in ("min", "max"))
+    scale = _stored(_divide(high - low, qmax - qmin), stored)
     return scale, convert_to(qmin - low / scale.astype(low.dtype), row), None
 
 
@@ -89,17 +105,15 @@ def split_two_levels(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     power = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
     power = jnp.where(largest > 0, power, 1.0)
     # A stored zero would divide by zero; tiles this small decode to zero anyway.
-    levels = jnp.where(largest > 0, jnp.clip(wide / power, _SMALLEST_E4M3, 448.0), 1.0)
+    levels = jnp.where(largest > 0, jnp.clip(wide / power, SMALLEST_E4M3, 448.0), 1.0)
     return levels.astype(jnp.float8_e4m3fn), power
 
 
-def _widened(edge: jax.Array, scale_dtype: Any, row: Format) -> jax.Array:
+def _widened(edge: jax.Array, stored: Any, row: Format) -> jax.Array:
     """Range in a type wide enough for the division: never narrower than the scale to be stored."""
-    if row.scale_dtype is not None:
-        return edge.astype(jnp.float32) if edge.dtype == jnp.float16 else edge
-    if scale_dtype is None:
-        return edge
-    return edge.astype(wider(edge.dtype, scale_dtype))
+    if edge.dtype == jnp.float16:
+        edge = edge.astype(jnp.float32)
+    return edge if row.scale_dtype is not None else edge.astype(wider(edge.dtype, stored))
 
 
 def _divide(array: jax.Array, bound: float) -> jax.Array:
@@ -117,16 +131,22 @@ def _not_tiny(scale: jax.Array) -> jax.Array:
     info = jnp.finfo(scale.dtype)
     if scale.dtype == jnp.float16:
         # The square root of float16's tiny is 0.008, a scale that ordinary weights have.
-        return jnp.where(scale > 0, jnp.maximum(scale, float(info.tiny)), 1)
+        return jnp.where(scale == 0, 1, jnp.maximum(scale, float(info.tiny)))
     return jnp.where(scale < float(np.sqrt(float(info.tiny))), 1, scale)
 
 
 def _stored(scale: jax.Array, dtype: Any) -> jax.Array:
     """The scale rounded to the dtype it is stored in, and still usable there."""
-    if jnp.dtype(dtype) == jnp.float16 and scale.dtype != jnp.float16:
-        info = jnp.finfo(jnp.float16)
-        scale = jnp.where(scale > 0, jnp.clip(scale, float(info.tiny), float(info.max)), 1)
-    return _not_tiny(scale.astype(dtype))
+    return _not_tiny(_fitted(scale, dtype).astype(dtype))
+
+
+def _fitted(scale: jax.Array, dtype: Any) -> jax.Array:
+    """The scale where float16 holds it; losses outside `jit` are told (`_qarray_losses`)."""
+    if jnp.dtype(dtype) != jnp.float16:
+        return scale
+    info = jnp.finfo(jnp.float16)
+    clipped = jnp.clip(scale, float(info.tiny), float(info.max))
+    return jnp.where((scale > 0) & jnp.isfinite(scale), clipped, scale)
 
 
 def _power_of_two(scale: jax.Array) -> jax.Array:
@@ -149,8 +169,8 @@ def units(
     wide = wider(array.dtype, scale.dtype) if scale.dtype.itemsize > 1 else array.dtype
     if tensor_scale is not None and array.dtype == jnp.bfloat16:
         wide = array.dtype  # an e4m3 number times a power of two is exact in bfloat16
-    if wide == jnp.float16 and scale.dtype.itemsize == 1:
-        wide = jnp.dtype(jnp.float32)  # float16 cannot hold the powers of two that e8m0 can
+    if wide == jnp.float16:
+        wide = jnp.dtype(jnp.float32)  # float16 holds neither int16 codes nor what e8m0 can
 
     def divide(x, s, z):
         ratio = x.astype(wide) / s.astype(wide)

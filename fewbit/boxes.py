@@ -1,5 +1,6 @@
 """Partitioning boxes around parameters, by their documented interface: no framework is imported."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,13 +35,23 @@ def box_parts(q: QArray, box: Any) -> QArray:
         new = box.replace_boxed(part)
         if names is None:
             return new
-        kept = tuple(
-            None if n == 1 and m != 1 else name
-            for name, n, m in zip(names, part.shape, q.shape, strict=True)
-        )
-        return new.replace(names=kept)
+        return new.replace(names=kept_names(names, part.shape, q.shape))
 
     return jax.tree.map(boxed, q)
+
+
+def kept_names(names: Sequence[Any], part: Sequence[int], whole: Sequence[int]) -> tuple[Any, ...]:
+    """The mesh axes of a scale, given its weight's: none where it is one wide.
+
+    Names may be fewer than axes: the last axes have none then.
+
+    >>> kept_names(('data', 'model'), (1, 8), (64, 8)), kept_names(('data',), (64, 1), (64, 8))
+    ((None, 'model'), ('data', None))
+    """
+    full = (*names, *[None] * (len(whole) - len(names)))
+    return tuple(
+        None if n == 1 and m != 1 else name for name, n, m in zip(full, part, whole, strict=True)
+    )
 
 
 def unbox_parts(q: QArray) -> QArray:

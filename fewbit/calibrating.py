@@ -1,6 +1,7 @@
 """Calibrate: run the float model on sample batches and collect what observers see at its Sites."""
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from fewbit.observed import Entry, Statistics, model_digest
 from fewbit.observer_tap import FINITE, HISTOGRAM, ObserverTap, by_operand, combine_all
 from fewbit.observers import Observer, Operand, chosen, observer_named, operands_of
 from fewbit.rules import QuantizationRule
+from fewbit.tails import TAIL, far_message, far_ranges
 from fewbit.taps import Reading
 from fewbit.weight import is_weight
 
@@ -72,7 +74,8 @@ def calibrate(
 
     With a plan its methods are run, with rules `__call__`, or those in `method`, each on every
     batch. Rules with `act_calibration_method='percentile,...'` or `'mse'` add the observer
-    'histogram' by themselves.
+    'histogram' by themselves. A range far beyond almost all of the values it is for, as the few
+    huge activations of a decoder make it, is named in a warning.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rule = fewbit.QuantizationRule(weight_qtype='int8', act_qtype='int8', act_static_scale=True)
@@ -125,11 +128,9 @@ def _plan(
     strict: bool,
 ) -> Plan:
     first = (params,) if kind.__name__.endswith(".function") else ()
-    kwargs = {k: v for k, v in batch.kwargs.items() if k not in getattr(kind, "OF_APPLY", ())}
+    common: dict[str, Any] = dict(methods=methods, strict=strict)
     try:
-        return make_plan(
-            model, provider, *first, *batch.args, methods=methods, strict=strict, **kwargs
-        )
+        return make_plan(model, provider, *first, *batch.args, **common, **batch.kwargs)
     except (TypeError, ValueError) as error:
         raise messages.wrapped(error, 1, batch) from error
 
@@ -195,7 +196,7 @@ class _Work:
         planned = {scale.name: scale for scale in self.plan.scales}
         for operand in found:
             messages.check_planned(operand, planned)
-        tap = ObserverTap(found, dict(self.known), [observer.name for observer in self.observers])
+        tap = ObserverTap(found, dict(self.known), self.asked)
         seen = [operand for operand in found if tap.observers_of(operand)]
         self.operands |= {o.name: o for o in seen if o.name not in self.operands}
         if not self.operands:
@@ -215,7 +216,14 @@ class _Work:
     def known(self) -> tuple[tuple[str, Observer], ...]:
         """The observers by name, with the one that some methods cannot do without."""
         own = {observer.name: observer for observer in self.observers}
-        return tuple({**own, HISTOGRAM: own.get(HISTOGRAM, observer_named(HISTOGRAM))}.items())
+        added = {name: own.get(name, observer_named(name)) for name in (HISTOGRAM, TAIL)}
+        return tuple({**own, **added}.items())
+
+    @property
+    def asked(self) -> list[str]:
+        """The observers that look at every operand that they want; ranges are looked at twice."""
+        names = [observer.name for observer in self.observers]
+        return [*names, *([TAIL] if "range" in names and TAIL not in names else ())]
 
     def finish(self) -> Statistics:
         """The statistics, if every operand has some."""
@@ -242,6 +250,9 @@ class _Work:
             for name in names
             if name in total and name not in empty
         }
+        far = far_ranges(entries)
+        if far:
+            warnings.warn(far_message(far, self.operands, len(entries)), stacklevel=3)
         digest, known = model_digest(self.plan), dict(self.known)
         return Statistics(self.plan.kind, digest, self.batches, entries, own_observers=known)
 

@@ -39,7 +39,7 @@ _MSG_DELAYED = (
 
 
 def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
-    """The range that `how` asks for, one per scale, in the array's dtype.
+    """The range that `how` asks for, one per scale, in the array's dtype; of float16 in float32.
 
     >>> x = jnp.array([[1.0, -4.0], [2.0, 0.5]])
     >>> calibrate(x, HowToQuantize(qtype='int8', channelwise_axes=(0,)))['absmax']
@@ -57,6 +57,8 @@ def calibrate(array: jax.Array, how: HowToQuantize) -> Calibration:
         raise ValueError(_MSG_LEARNED.format(method=how.calibration_method))
     if method.name == "delayed":
         raise ValueError(_MSG_DELAYED.format(method=how.calibration_method))
+    if array.dtype == jnp.float16:
+        array = array.astype(jnp.float32)  # a multiple of the largest number may not be a float16
     tile_shape = get_tile_shape(array.shape, how)
     # Sums of 16-bit numbers are made in float32, or they would depend on what XLA fuses.
     wide = array.astype(wider(array.dtype, jnp.float32))

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import numpy as np
 
+from fewbit.call_keys import is_hashable, key_of
 from fewbit.engine import is_stored
 
 T = TypeVar("T")
@@ -35,10 +36,11 @@ class Call:
 
     @property
     def key(self) -> Hashable:
-        """What a cache may key on: True, 1 and 1.0 differ; unhashable statics raise TypeError."""
+        """What a cache may key on: True, 1 and 1.0 differ; TypeError if there is no such key."""
         key = (self.treedef, tuple((type(s), s) for s in self.static), self.names)
-        hash(key)
-        return key
+        if is_hashable(key):
+            return key
+        return self.treedef, key_of(self.static), self.names
 
     def merge(self, dynamic: list[Any]) -> Any:
         rest = iter(dynamic)
@@ -133,7 +135,10 @@ class _Hashed:
 
 
 class Cache(Generic[T]):
-    """A small least-recently-used map that gives up on unhashable keys."""
+    """A small least-recently-used map that gives up on keys which cannot be hashed.
+
+    (`call_keys` makes keys of most things that cannot.)
+    """
 
     def __init__(self, size: int = 64):
         self.size, self.entries = size, OrderedDict[_Hashed, T]()

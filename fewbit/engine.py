@@ -23,8 +23,8 @@ from fewbit.learned_scales import abstract_learned, check_leftovers
 from fewbit.provenance import Constant
 from fewbit.qarray import abstract_quantized
 from fewbit.sites import SiteRunner
-from fewbit.static_run import StaticScales, check_scales
-from fewbit.static_scales import NOISE, ScaleName, abstract_scales, planned_scales
+from fewbit.static_run import Filled, StaticScales, check_scales
+from fewbit.static_scales import NOISE, SCALE, ScaleName, abstract_scales, planned_scales
 from fewbit.stored_checks import check_something, check_stored, say_once_if_unpacked
 from fewbit.taps import Tap, Taps
 from fewbit.trace import Program, analyse
@@ -78,12 +78,33 @@ class Runner:
         self.method, self.site_path, self.root, self.what = method, site_path, root, what
         self.example: Any = None  # the abstract leaves of the last trace
         self.call: Any = None  # what makes arguments of them, for front ends that keep it
+        self.cure = ""  # what to do if all weights are constants, where a front end knows
+        self._scales: dict[int, str] | None = None  # the leaves that are static scales
+        self._filled = Filled()
         self._traceable = jax.jit(pure)
         self._compiled = jax.jit(self.interpret)
         self._compiled_collecting = jax.jit(self.interpret_collecting)
 
     def __call__(self, tree: Any) -> Any:
+        self.check_filled(tree)
         return (self.interpret if self.provider.disable_jit else self._compiled)(tree)
+
+    def check_filled(self, tree: Any) -> None:
+        """Raise if a static scale among the leaves waits for statistics; traced ones may."""
+        if not self.provider.quantizes_params:
+            return
+        if self._scales is None:
+            flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
+            named = enumerate(self.leaf_path(key) for key, _ in flat)
+            self._scales = {
+                i: str(name)
+                for i, name in named
+                if isinstance(name, ScaleName) and name.endswith(SCALE)
+            }
+        if self._scales:
+            leaves = jax.tree.leaves(tree, is_leaf=is_stored)
+            found = {name: leaves[i] for i, name in self._scales.items()}
+            self._filled.check(found, self.what)
 
     def trace(self, tree: Any) -> Traced:
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
@@ -181,13 +202,13 @@ class Runner:
         rules = {site: d.rule for site, d in decisions.items() if d.rule is not None}
         self.provider.check_ready(rules)
         if self.provider.trains:
-            check_trains(self.provider, traced, decisions, self.what, self.root)
+            check_trains(self.provider, traced, decisions, self.what, self.root, self.cure)
         if self.provider.quantizes_params:
             requests = wanted_storage(traced.program, decisions)
             if self.root:
                 program, values = traced.program, traced.values
                 check_stored(program, values, decisions, requests, self.provider)
-                check_something(program, values, decisions, self.provider, self.what)
+                check_something(program, values, decisions, self.provider, self.what, self.cure)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
             say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
         if self.provider.adapts:

@@ -1,8 +1,9 @@
 """Reading JAX's equations: the one file that knows what the params of a primitive are called.
 
 Equation params are data, not API: they move between JAX releases. Everything else in fewbit asks
-the functions here, and `tests/test_identity.py` fails when a name has moved: it rebuilds every
-primitive with a body and holds the results against the plain model's.
+the functions here. A primitive with a body is read only in a form that `FORMS` lists; another one
+is an error that says so, never a guess. `tests/test_identity.py` rebuilds every primitive with a
+body and holds the results against the plain model's.
 """
 
 import re
@@ -14,6 +15,7 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
+from fewbit._versions import known_range
 from fewbit.ops.argmax import LONG
 
 Eqn = Any  # jax.extend.core.JaxprEqn; spelled Any because its attributes are not typed
@@ -100,6 +102,61 @@ def repeated_over_rows(eqn: Eqn, shape: Sequence[int]) -> Any:
 
 # --- primitives with bodies -----------------------------------------------------------------------
 
+# Primitive -> the first JAX that binds it so -> the params it has there. What an equation carries
+# picks the form, not the version that is installed.
+FORMS: dict[str, dict[str, frozenset[str]]] = {
+    name: {since: frozenset(names.split()) for since, names in forms.items()}
+    for name, forms in {
+        "scan": {
+            "0.10.2": "jaxpr num_consts num_carry length reverse unroll",
+            "0.11.0": "jaxpr ft_in ft_out length reverse unroll",
+        },
+        "while": {"0.10.2": "cond_jaxpr cond_nconsts body_jaxpr body_nconsts"},
+        "cond": {"0.10.2": "branches"},
+        "jit": {
+            "0.10.2": "jaxpr in_shardings out_shardings in_layouts out_layouts donated_invars "
+            "ctx_mesh name keep_unused inline compiler_options_kvs"
+        },
+        "remat2": {"0.10.2": "jaxpr prevent_cse differentiated policy"},
+        "custom_jvp_call": {"0.10.2": "call_jaxpr jvp_jaxpr_fun num_consts symbolic_zeros"},
+        "custom_vjp_call": {
+            "0.10.2": "call_jaxpr fwd_jaxpr_thunk num_consts bwd out_trees symbolic_zeros"
+        },
+        "shard_map": {"0.10.2": "mesh in_specs out_specs jaxpr check_vma newly_manual_axes"},
+    }.items()
+}
+
+_MSG_UNKNOWN_FORM = (
+    "{name} equations of JAX {version} are not as fewbit knows them: {what}. fewbit was tested "
+    "with JAX {known}. Two ways out: a newer fewbit (`pip install --upgrade fewbit`), or a JAX of "
+    "that range (`pip install 'jax<={newest}'`)."
+)
+
+
+class UnknownJaxError(NotImplementedError):
+    """This JAX writes a primitive with a body in a way that fewbit cannot read."""
+
+
+def _unknown(name: str, what: str) -> UnknownJaxError:
+    known = known_range("jax")
+    text = _MSG_UNKNOWN_FORM.format(
+        name=name, what=what, version=jax.__version__, known=known, newest=known.split()[-1]
+    )
+    return UnknownJaxError(text)
+
+
+def _params(eqn: Eqn) -> dict[str, Any]:
+    """The params of an equation with a body, in one of the forms that are known."""
+    name, found = eqn.primitive.name, eqn.params
+    forms = FORMS[name].values()
+    if any(found.keys() == form for form in forms):
+        return found
+    nearest = min(forms, key=lambda form: len(form ^ found.keys()))
+    missing, new = sorted(nearest - found.keys()), sorted(found.keys() - nearest)
+    parts = [f"there is no {' and no '.join(missing)}"] * bool(missing)
+    parts += [f"{' and '.join(new)} {'are' if len(new) > 1 else 'is'} new"] * bool(new)
+    raise _unknown(name, ", ".join(parts))
+
 
 class ScanParams(NamedTuple):
     """A `scan`: operands are constants, then the carry, then arrays sliced along axis 0."""
@@ -121,6 +178,13 @@ class WhileParams(NamedTuple):
     num_body_consts: int
 
 
+class RematParams(NamedTuple):
+    """A `jax.checkpoint`, in its words."""
+
+    policy: Any
+    prevent_cse: bool
+
+
 class ShardMapParams(NamedTuple):
     """A `shard_map`, in the words of `jax.shard_map`; `axis_names` are those it makes manual."""
 
@@ -134,16 +198,33 @@ class ShardMapParams(NamedTuple):
 
 def scan_params(eqn: Eqn) -> ScanParams:
     """The params of a `scan` equation."""
-    p = eqn.params
-    return ScanParams(
-        p["jaxpr"], p["num_consts"], p["num_carry"], p["length"], p["reverse"], p["unroll"]
-    )
+    p = _params(eqn)
+    if "ft_in" in p:  # a tree of three parts, of which JAX has taken out what does not change
+        consts, carry, xs = map(len, p["ft_in"].unpack())
+    else:
+        consts, carry = p["num_consts"], p["num_carry"]
+        xs = len(eqn.invars) - consts - carry
+    if xs < 0 or consts + carry + xs != len(eqn.invars):
+        parts = f"{consts}, {carry} and {xs}"
+        raise _unknown("scan", f"its {len(eqn.invars)} operands are in parts of {parts}")
+    return ScanParams(p["jaxpr"], consts, carry, p["length"], p["reverse"], p["unroll"])
 
 
 def while_params(eqn: Eqn) -> WhileParams:
     """The params of a `while` equation."""
-    p = eqn.params
+    p = _params(eqn)
     return WhileParams(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def remat_params(eqn: Eqn) -> RematParams:
+    """The params of a `remat2` equation."""
+    p = _params(eqn)
+    return RematParams(p["policy"], p["prevent_cse"])
+
+
+def jit_out_shardings(eqn: Eqn) -> tuple[Any, ...]:
+    """The sharding that a jitted function demands of each of its results, or a mark for none."""
+    return tuple(_params(eqn)["out_shardings"])
 
 
 def is_long_argmax(eqn: Eqn) -> bool:
@@ -163,7 +244,7 @@ def argmax_params(eqn: Eqn) -> tuple[int, Any]:
 
 def shard_map_params(eqn: Eqn) -> ShardMapParams:
     """The params of a `shard_map` equation."""
-    p = eqn.params
+    p = _params(eqn)
     return ShardMapParams(
         p["jaxpr"],
         p["mesh"],
@@ -192,16 +273,15 @@ def product_axes(eqn: Eqn, side: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 def bodies(eqn: Eqn) -> tuple[Any, ...]:
     """The jaxprs fewbit walks into, in program order; empty for an equation without (or opaque)."""
-    name, p = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    if name not in FORMS:
+        return ()
+    p = _params(eqn)
     if name == "while":
         return (p["cond_jaxpr"], p["body_jaxpr"])
     if name == "cond":
         return tuple(p["branches"])
-    if name in ("jit", "scan", "remat2", "shard_map"):
-        return (p["jaxpr"],)
-    if name in ("custom_jvp_call", "custom_vjp_call"):
-        return (p["call_jaxpr"],)
-    return ()
+    return (p["call_jaxpr" if name.startswith("custom_") else "jaxpr"],)
 
 
 def forwards(jaxpr: Any) -> tuple[int | None, ...]:
@@ -276,6 +356,14 @@ def contains_product(jaxpr: Any) -> bool:
         if any(contains_product(sub) for sub in jex.jaxprs_in_params(eqn.params)):
             return True
     return False
+
+
+def is_opaque(eqn: Eqn) -> bool:
+    """Whether an equation is never opened: a kernel of its own, or a body of an unknown kind."""
+    name = eqn.primitive.name
+    if name in OPAQUE_PRIMITIVES:
+        return True
+    return name not in FORMS and any(map(contains_product, jex.jaxprs_in_params(eqn.params)))
 
 
 def kernel_name(eqn: Eqn) -> str:

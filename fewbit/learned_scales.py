@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit.beside import owner_of, put_beside, split_beside
+from fewbit.boxes import kept_names
 from fewbit.calibration import parse_method
 from fewbit.decisions import Leaf, Request
 from fewbit.jaxprs import unread
@@ -165,18 +166,6 @@ def started(value: Any, how: HowToQuantize) -> Any:
     if any(size % _ways(sharding.mesh, n) for size, n in zip(scale.shape, kept, strict=True)):
         kept = ()
     return jax.device_put(scale, NamedSharding(sharding.mesh, PartitionSpec(*kept)))
-
-
-def kept_names(names: Sequence[Any], part: Sequence[int], whole: Sequence[int]) -> tuple[Any, ...]:
-    """The mesh axes of a scale, given its weight's: none where it is one wide.
-
-    >>> kept_names(('data', 'model'), (1, 8), (64, 8))
-    (None, 'model')
-    """
-    full = (*names, *[None] * (len(whole) - len(names)))
-    return tuple(
-        None if n == 1 and m != 1 else name for name, n, m in zip(full, part, whole, strict=True)
-    )
 
 
 def _ways(mesh: Any, entry: Any) -> int:

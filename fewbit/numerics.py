@@ -28,7 +28,7 @@ from fewbit._formats import wider as wider
 NoiseFn = Callable[[tuple[int, ...]], jax.Array]
 
 # NormalFloat4 of the QLoRA paper: quantiles of a normal distribution, with an exact zero.
-_NF4 = (
+NF4 = (
     -1.0,
     -0.6961928009986877,
     -0.5250730514526367,
@@ -158,7 +158,7 @@ def get_nf4_buckets() -> jax.Array:
     >>> get_nf4_buckets()[7:9]
     Array([0.       , 0.0795803], dtype=float32)
     """
-    return jnp.array(_NF4, jnp.float32)
+    return jnp.array(NF4, jnp.float32)
 
 
 def fp_to_nf4(array: jax.Array, noise: jax.Array | None = None) -> jax.Array:
@@ -167,7 +167,7 @@ def fp_to_nf4(array: jax.Array, noise: jax.Array | None = None) -> jax.Array:
     >>> fp_to_nf4(jnp.array([-2.0, 0.01, 1.0]))
     Array([0, 7, 15], dtype=uint4)
     """
-    values = np.array(_NF4, np.float64)
+    values = np.array(NF4, np.float64)
     wide = jnp.clip(array.astype(jnp.float32), -1.0, 1.0)
     index = jnp.zeros(wide.shape, jnp.uint8)
     # Counting the thresholds below x fuses into one pass; a distance to each of the sixteen

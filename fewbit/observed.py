@@ -18,6 +18,7 @@ from fewbit import _text
 from fewbit._methods import parse_method
 from fewbit._plan import Plan, ScalePlan
 from fewbit.observers import Observer, observer_named
+from fewbit.tails import TAIL, far_ranges
 from fewbit.taps import Reading, combine_readings, over_layers
 
 _MSG_OTHER_MODEL = (
@@ -143,6 +144,8 @@ class Statistics(Mapping[str, Any]):
 
     def _merged(self, name: str, other: Entry) -> Entry:
         mine = self.entries[name]
+        if (TAIL in mine.states) != (TAIL in other.states):  # older files have none
+            mine, other = _without_tail(mine), _without_tail(other)
         if list(mine.states) != list(other.states):
             sides = dict(a=", ".join(mine.states), b=", ".join(other.states))
             raise ValueError(_MSG_OTHER_OBSERVERS.format(name=name, **sides))
@@ -218,7 +221,8 @@ class Statistics(Mapping[str, Any]):
             for name, e in self.entries.items()
         ]
         lines = _text.table(rows, header, "mll", width).split("\n") if rows else []
-        return "\n".join([*lines, *[""] * bool(rows), self.summary])
+        far = [f"far beyond most values: {text}" for text in map(str, far_ranges(self.entries))]
+        return "\n".join([*lines, *[""] * bool(rows), self.summary, *far])
 
     @property
     def summary(self) -> str:
@@ -239,6 +243,10 @@ def model_digest(plan: Plan) -> str:
     """A digest of the parameters' paths and shapes: what makes models the same to statistics."""
     lines = sorted(f"{leaf.path} {list(leaf.shape)}" for leaf in plan.leaves)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _without_tail(entry: Entry) -> Entry:
+    return replace(entry, states={o: state for o, state in entry.states.items() if o != TAIL})
 
 
 def _label(name: str) -> str:

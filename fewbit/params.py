@@ -4,7 +4,6 @@ No model is run. A subtree works as well as the whole, so weights can be streame
 leaf depends on that leaf alone.
 """
 
-import warnings
 from collections.abc import Mapping
 from itertools import permutations
 from math import prod
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit._plan import Plan
+from fewbit._qarray_losses import IN_A_RULE, tell_losses
+from fewbit._scales import scale_type
 from fewbit.adapter_params import LoraParams
 from fewbit.boxes import is_box, rebox, unboxed
 from fewbit.calls import key_name
@@ -33,7 +34,7 @@ from fewbit.qarray import (
     get_scale_shape,
     quantize_with_scale_zero_point,
 )
-from fewbit.static_statistics import add_scales, is_fixed
+from fewbit.static_statistics import add_scales, belongs, is_fixed
 from fewbit.storing import quantize_for_kernels, quantize_plain
 from fewbit.training.learned import QSCALE, quantize_learned
 
@@ -47,6 +48,12 @@ _MSG_SHAPE = (
     "another model or other sizes: make it again with this model."
 )
 _MSG_TURNED = " It looks transposed: pass params with {path} as `array.transpose({axes})`."
+_MSG_NO_STATS = (
+    "{what} that the rules ask for {have} no range: {names}. "
+    "Collect statistics and pass them: stats = fewbit.calibrate(model, rules, params, batches), "
+    "then quantize_params(params, plan, stats). allow_missing_params=True quantizes the weights "
+    "alone."
+)
 _MSG_QUANTIZED = (
     "{path} is quantized already ({array!r}). quantize_params takes float parameters; dequantize "
     "it first to store it in another format: fewbit.dequantize(...)."
@@ -76,8 +83,9 @@ def quantize_params(
     `quant_stats` are the statistics that `fewbit.calibrate` collected for rules with
     `act_static_scale=True`; they become `<module>/<op_id>_lhs_scale` entries beside the weights.
     For a plain function they are `{'<site id>': {'lhs': statistic}}`, and the result is
-    `QuantizedParams`. Without `quant_stats` only weights are quantized (and ranges that a rule
-    fixes are added).
+    `QuantizedParams`. Ranges that a rule fixes need none; a plan with other static scales is an
+    error without `quant_stats`, unless `allow_missing_params=True` asks for the weights alone (or
+    the parameters are abstract or traced, where there is nothing to run yet).
 
     `weight_absmax` has symmetric ranges for leaves, by path, that are not measured but known, as
     those of a training with delayed scales; each broadcasts to the leaf's scales.
@@ -130,12 +138,12 @@ def quantize_params(
     )
     if not allow_missing_params:
         template.check_complete(seen)
+    if quant_stats is None and not allow_missing_params:
+        _check_needs_no_statistics(template, seen, params)
     if quant_stats is None and not any(map(is_fixed, template.scales.values())):
         return result
-    if isinstance(quant_stats, Statistics) and isinstance(abstract_quantized_params, Plan):
-        quant_stats.check_model(abstract_quantized_params)
-    if isinstance(quant_stats, Statistics):
-        quant_stats.check_methods(template.scales.values())
+    plan = abstract_quantized_params if isinstance(abstract_quantized_params, Plan) else None
+    check_statistics(quant_stats, plan, template)
     given = quant_stats is not None
     return add_scales(
         result,
@@ -147,6 +155,42 @@ def quantize_params(
         present=seen,
         known=template.leaves,
     )
+
+
+def static_scales(plan: Plan, quant_stats: Any) -> dict[str, WithAux]:
+    """The static scales of a plan by name, of statistics and of rules that fix them."""
+    template = Template(plan, False)
+    check_statistics(quant_stats, plan, template)
+    given = quant_stats is not None
+    stats = quant_stats if given else {}
+    nowhere: Any = dict(by_site=False, present=(), known=())
+    made = add_scales({}, template.scales, stats, whole=given, allow_extra=False, **nowhere)
+    flat, _ = jax.tree_util.tree_flatten_with_path(made, is_leaf=lambda x: isinstance(x, WithAux))
+    return {key_name(key): value for key, value in flat}
+
+
+def check_statistics(quant_stats: Any, plan: Plan | None, template: Template) -> None:
+    """Raise if statistics are of another model, or cannot tell what a scale's method asks for."""
+    if not isinstance(quant_stats, Statistics):
+        return
+    if plan is not None:
+        quant_stats.check_model(plan)
+    quant_stats.check_methods(template.scales.values())
+
+
+def _check_needs_no_statistics(template: Template, seen: list[str], params: Any) -> None:
+    wanted = [
+        name
+        for name, scale in template.scales.items()
+        if not is_fixed(scale) and (template.by_site or belongs(name, seen, template.leaves))
+    ]
+    later = jax.core.Tracer | jax.ShapeDtypeStruct
+    if not wanted or any(isinstance(leaf, later) for leaf in jax.tree.leaves(params)):
+        return
+    names = ", ".join(wanted[:5]) + (", ..." if len(wanted) > 5 else "")
+    one = len(wanted) == 1
+    what = "A static activation scale" if one else f"{len(wanted)} static activation scales"
+    raise ValueError(_MSG_NO_STATS.format(what=what, have="has" if one else "have", names=names))
 
 
 def quantize_leaf(
@@ -232,40 +276,31 @@ def _quantized(
         q = for_kernels(q, how) if packs else q
     elif absmax is not None:
         q = _with_absmax(jnp.asarray(array), absmax, how)
-        warn_clamped(q.scale, path, stacklevel=5)
+        _tell(array, q.scale, how, path)
         q = for_kernels(q, how) if packs else q
     elif is_learned(how):
         scale = trained_scale(path, shape, how, learned)
         scale = unboxed(scale) if is_box(scale) else scale
         check_finite(scale, path + QSCALE)
         q = quantize_learned(jnp.asarray(array), jnp.asarray(scale), how)
-        warn_clamped(q.scale, path, stacklevel=5)
+        _tell(array, q.scale, how, path)
         q = for_kernels(q, how) if packs else q
     else:
         store = quantize_for_kernels if packs else quantize_plain
         q, scale = store(jnp.asarray(array), how, measured)
-        warn_clamped(scale, path, stacklevel=5)
+        _tell(array, scale, how, path)
     return WithAux(rebox(q, None if boxed is WHOLE else boxed, box), how)
 
 
 def _with_absmax(array: jax.Array, absmax: Any, how: HowToQuantize) -> QArray:
     edges = {"absmax": jnp.broadcast_to(absmax, get_scale_shape(array.shape, how))}
-    scale, _ = compute_scale_zero_point(edges, how.qtype, how.scale_dtype or array.dtype)
+    dtype = scale_type(array.dtype, how.scale_dtype)
+    scale, _ = compute_scale_zero_point(edges, how.qtype, dtype)
     return quantize_with_scale_zero_point(array, how.qtype, scale)
 
 
-def warn_clamped(scale: Any, path: str, stacklevel: int = 2) -> None:
-    """float16 holds scales from 6e-5 to 65504; beyond, a scale is clamped and accuracy is lost."""
-    if scale.dtype != jnp.float16 or isinstance(scale, jax.core.Tracer):
-        return
-    info = jnp.finfo(jnp.float16)
-    clamped = int(jnp.sum((scale <= float(info.tiny)) | (scale >= float(info.max))))
-    if clamped:
-        warnings.warn(
-            f"{path}: {clamped} of {scale.size} scales do not fit float16 and were clamped, "
-            "which costs accuracy. Use scale_dtype='bfloat16' or 'float32' in the rule for it.",
-            stacklevel=stacklevel + 1,
-        )
+def _tell(array: Any, scale: Any, how: HowToQuantize, path: str) -> None:
+    tell_losses(array, scale, how, path, IN_A_RULE, stacklevel=6)
 
 
 def _reshaped(array: Any, shape: tuple[int, ...]) -> Any:

@@ -32,9 +32,11 @@ from fewbit.numerics import qtype_name
 from fewbit.provenance import Origin
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import planned_scales, static_sides
+from fewbit.stored_checks import why_nothing
 from fewbit.trace import Program, TracedSite
 
 _FLOAT_BASE = "float base with an adapter"
+_MSG_NOTHING = "Nothing of the model would be quantized. {why}"
 _NOTE_SLOW = "slow: XLA runs this slower than float32 on this CPU; it saves memory, not time"
 
 
@@ -46,14 +48,16 @@ def make_plan(
     kind: str,
     observe: Callable[[int, dict[str, Request]], tuple[dict[str, str], list[tuple[str, str]]]],
     strict: bool,
+    cure: str = "",
 ) -> tuple[Plan, dict[str, Request]]:
     """The plan of one model over one or more methods.
 
     `observe(k, requests)` runs program k abstractly on leaves stored as requested and returns what
-    ran each Site and which leaves were dequantized by which primitive.
+    ran each Site and which leaves were dequantized by which primitive. `cure` tells what to do if
+    all weights turn out to be constants.
     """
     with complaints(strict) as complaint:
-        return _make_plan(provider, programs, leaves, kind, observe, complaint)
+        return _make_plan(provider, programs, leaves, kind, observe, complaint, cure)
 
 
 def _make_plan(
@@ -63,6 +67,7 @@ def _make_plan(
     kind: str,
     observe: Callable[[int, dict[str, Request]], tuple[dict[str, str], list[tuple[str, str]]]],
     complaint: Complaint,
+    cure: str,
 ) -> tuple[Plan, dict[str, Request]]:
     methods = [method for method, _ in programs]
     decisions = [
@@ -125,6 +130,16 @@ def _make_plan(
         complaint(unmatched_message(plan, [provider.rules[i] for i in unmatched]))
     for message in wrong:
         complaint(message)
+    acts = provider.quantizes_params or provider.trains
+    if acts and not (unmatched or requests or adapters):
+        pairs = [
+            (ts, decided[ts.site.id])
+            for (_, program), decided in zip(programs, decisions, strict=True)
+            for ts in program.sites
+        ]
+        why = why_nothing(provider, pairs, cure)
+        if why is not None:
+            complaint(_MSG_NOTHING.format(why=why))
     return plan, requests
 
 

@@ -51,7 +51,12 @@ class Constant:
     """An array closed over by the function: not a parameter, so it cannot be replaced."""
 
 
-Source = Origin | Changed | Constant | None
+@dataclass(frozen=True)
+class Written:
+    """Numbers that the program itself writes down (a literal, an iota): no data of anybody's."""
+
+
+Source = Origin | Changed | Constant | Written | None
 
 
 class TileDoesNotFit(ValueError):

@@ -14,6 +14,7 @@ from fewbit._how import HowToQuantize as HowToQuantize
 from fewbit._how import get_scale_shape as get_scale_shape
 from fewbit._how import get_tile_shape as get_tile_shape
 from fewbit._qarray_checks import check_floats, check_qarray
+from fewbit._qarray_losses import tell_losses
 from fewbit._qarray_panels import PanelArray as PanelArray
 from fewbit._qarray_type import QArray as QArray
 from fewbit._qarray_type import WithAux as WithAux
@@ -24,6 +25,10 @@ from fewbit.calibration import parse_method
 from fewbit.numerics import QType, convert_to, dtype_bits, format_of, should_quantize, wider
 from fewbit.packing import pack_bits
 from fewbit.tiling import infer_tile_shape, uneven_tiles
+
+_WHERE = "The array given to fewbit.quantize"
+_FINITE = "Replace it first, with jnp.nan_to_num(array) for example"
+_LEAF = "Check the checkpoint or the training run, or leave this array out with an earlier rule"
 
 
 def quantize(
@@ -37,6 +42,9 @@ def quantize(
 ) -> QArray:
     """Quantize an array; `dequantize` gives it back in `scale_dtype` (by default the array's).
 
+    NaN and infinity are an error, and numbers that are too small or too large for their scale a
+    warning; under `jit` and other transformations the values cannot be looked at.
+
     >>> q = quantize(jnp.array([[1.0, 2.0], [-8.0, 4.0]]), 'int8', channelwise_axes=(0,))
     >>> q.scale.shape, dequantize(q)[1, 0]
     ((2, 1), Array(-7.968628, dtype=float32))
@@ -49,7 +57,10 @@ def quantize(
         calibration_method=calibration_method,
         scale_dtype=scale_dtype,
     )
+    array = jnp.asarray(array)
+    check_finite(array, _WHERE, _FINITE)
     q = quantize_with(array, how)
+    tell_losses(array, q.scale, how, _WHERE, stacklevel=3)
     return q if scale_dtype is None else q.with_dtype(scale_dtype)
 
 
@@ -166,9 +177,12 @@ def _dequantize(q: QArray, dtype: np.dtype) -> jax.Array:
     if q.scale.dtype != dtype:
         own = q.scale.dtype if dtype_bits(q.scale.dtype) >= 16 else jnp.float32
         compute = wider(own, dtype)
-    if q.qvalue.dtype == jnp.int16:  # codes that 16-bit floats cannot hold
+    if q.qvalue.dtype == jnp.int16 or compute == jnp.float16:  # what 16-bit floats cannot hold
         compute = wider(compute, jnp.float32)
     result = values(q.qvalue, q.qtype, q.scale, q.zero_point, q.tensor_scale, q.tile_shape, compute)
+    if dtype == jnp.float16:  # a code may stand for more than what it was
+        largest = float(jnp.finfo(dtype).max)
+        result = jnp.where(jnp.isfinite(result), jnp.clip(result, -largest, largest), result)
     return result.astype(dtype)
 
 
@@ -209,7 +223,7 @@ def validate_qarray(q: QArray) -> None:
         )
 
 
-def check_finite(array: Any, where: str) -> None:
+def check_finite(array: Any, where: str, cure: str = _LEAF) -> None:
     """Raise if a concrete array holds NaN or infinity; a traced one cannot be looked at.
 
     >>> check_finite(jnp.array([1.0, jnp.nan]), 'layers/0/kernel')  # doctest: +ELLIPSIS
@@ -223,15 +237,15 @@ def check_finite(array: Any, where: str) -> None:
         return
     # A finite sum has finite terms, and needs no array of answers. It may overflow.
     wide = wider(array.dtype, jnp.float32)
-    if bool(jnp.isfinite(jnp.sum(array, dtype=wide))) or bool(jnp.isfinite(array).all()):
-        return
-    bad = np.argwhere(~np.asarray(jnp.isfinite(array)))
+    with jax.ensure_compile_time_eval():  # a constant inside a trace
+        if bool(jnp.isfinite(jnp.sum(array, dtype=wide))) or bool(jnp.isfinite(array).all()):
+            return
+        bad = np.argwhere(~np.asarray(jnp.isfinite(array)))
     first = tuple(int(i) for i in bad[0])
     count = f"{len(bad)} value{'s' if len(bad) > 1 else ''} that {'are' if len(bad) > 1 else 'is'}"
     raise ValueError(
         f"{where} holds {count} NaN or infinite, the first at index {first}: "
-        f"{float(array[first])}. One such value spoils every code that shares its scale. Check the "
-        "checkpoint or the training run, or leave this array out with an earlier rule."
+        f"{float(array[first])}. One such value spoils every code that shares its scale. {cure}."
     )
 
 

@@ -30,8 +30,7 @@ def _jit(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> l
     """Inlined; only an output sharding that the inner function demanded is kept."""
     with eqn.ctx.manager:
         outs = run.run(nodes[0], ins)
-    shardings = eqn.params["out_shardings"]
-    for k, sharding in enumerate(shardings):
+    for k, sharding in enumerate(jaxprs.jit_out_shardings(eqn)):
         if isinstance(sharding, NamedSharding):
             explicit = outs[k] is not None and sharding.mesh.are_all_axes_explicit
             place = jax.sharding.reshard if explicit else lax.with_sharding_constraint
@@ -124,13 +123,13 @@ def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 
 
 def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:
-    p = eqn.params
+    p = jaxprs.remat_params(eqn)
 
     @run.taps.collected
     def again(args):
         return run.run(nodes[0], args)
 
-    outs, readings = jax.checkpoint(again, policy=p["policy"], prevent_cse=p["prevent_cse"])(ins)
+    outs, readings = jax.checkpoint(again, policy=p.policy, prevent_cse=p.prevent_cse)(ins)
     run.taps.add(readings)
     return outs
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import jax
 
 from fewbit._methods import history_length
+from fewbit._patterns import compile_pattern
 from fewbit._rule_checks import (
     FrozenMapping,
     check_axes,
@@ -149,7 +149,7 @@ class QuantizationRule:
         """
         if self.op_names and op_name not in self.op_names:
             return False
-        return re.fullmatch(self.module_path, module_path) is not None
+        return compile_pattern(self.module_path).matches(module_path)
 
     def replace(self, **changes: Any) -> QuantizationRule:
         """A copy with some fields changed, checked again.

@@ -21,6 +21,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fewbit._documents import dump_yaml, load_json, load_yaml
+from fewbit._files import read_file
 from fewbit._rule_checks import nearest
 from fewbit.numerics import qtype_name
 from fewbit.rules import INITIALIZERS, QuantizationRule, changed_fields
@@ -61,8 +63,7 @@ def rules_to_yaml(rules: Iterable[QuantizationRule]) -> str:
       weight_qtype: int8
       tile_size: 0.25
     """
-    document = {"rules": rules_to_list(rules)}
-    return _yaml().safe_dump(document, sort_keys=False, allow_unicode=True)
+    return dump_yaml({"rules": rules_to_list(rules)})
 
 
 def rules_from_yaml(text_or_path: str | os.PathLike[str]) -> tuple[QuantizationRule, ...]:
@@ -71,25 +72,8 @@ def rules_from_yaml(text_or_path: str | os.PathLike[str]) -> tuple[QuantizationR
     >>> rules_from_yaml("- {kind: qt, weight_qtype: int8}")
     (QtRule(weight_qtype='int8'),)
     """
-    yaml = _yaml()
     text, where = _read(text_or_path)
-
-    class Loader(yaml.SafeLoader):  # type: ignore[name-defined]
-        """Refuses a key given twice, which YAML loaders otherwise drop without a word."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            pairs = [(self.construct_object(key, deep=True), key) for key, _ in node.value]
-            for i, (key, key_node) in enumerate(pairs):
-                if key in [earlier for earlier, _ in pairs[:i]]:
-                    line = key_node.start_mark.line + 1
-                    raise ValueError(f"{where}: key {key!r} is given twice (line {line}).")
-            return super().construct_mapping(node, deep)
-
-    try:
-        document = yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{where} is not YAML: {error}") from error
-    return rules_from_list(document, where)
+    return rules_from_list(load_yaml(text, where), where)
 
 
 def rules_to_list(rules: Iterable[QuantizationRule]) -> list[dict[str, Any]]:
@@ -189,28 +173,6 @@ def rule_classes() -> dict[str, type[QuantizationRule]]:
     return found
 
 
-def load_json(text: str, where: str) -> Any:
-    """Parsed JSON; bad syntax, a repeated key or NaN is an error that says where."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise ValueError(f"{where}: key {key!r} is given twice.")
-            result[key] = value
-        return result
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{where}: {constant} is not a value JSON has.")
-
-    try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}."
-        ) from error
-
-
 def _read(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
     """The document's text and a name for it in messages."""
     if isinstance(text_or_path, str):
@@ -218,11 +180,11 @@ def _read(text_or_path: str | os.PathLike[str]) -> tuple[str, str]:
         if not one_line or not text_or_path.endswith((".yaml", ".yml", ".json")):
             return text_or_path, "rules"
     path = pathlib.Path(text_or_path)
-    if not path.is_file():
+    if not path.exists():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise FileNotFoundError(f"No rules file {str(path)!r}.{nearest(path.name, siblings)}")
     try:
-        return path.read_text(encoding="utf-8"), str(path)
+        return read_file(path).decode("utf-8"), str(path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no text in UTF-8 ({error}).") from error
 
@@ -279,14 +241,3 @@ def _unknown_field(
 def _brief(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:39] + '…'}"
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError(
-            "Rules in YAML need PyYAML (pip install pyyaml). JSON needs nothing: "
-            "see rules_from_json."
-        ) from error
-    return yaml

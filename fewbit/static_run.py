@@ -5,6 +5,7 @@ that JAX does not let close over traced values (custom derivatives, `shard_map`)
 operand.
 """
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,10 +13,12 @@ from difflib import get_close_matches
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from fewbit._plan import ScalePlan
 from fewbit.decisions import Decision
+from fewbit.qarray import WithAux
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import (
     NOISE,
@@ -34,6 +37,13 @@ _MSG_NO_SCALE = (
     "{site} has act_static_scale=True, but there is no '{leaf}' for it{more}. Make the scales from "
     "collected statistics: quantize_params(params, plan, quant_stats); or measure the range of "
     "each batch: act_static_scale=None in {rule!r}.{near}"
+)
+_MSG_EMPTY = (
+    "'{name}' is empty{more}: the rules of {what} ask for a static range (act_static_scale=True), "
+    "and no statistics have filled it. Collect them, stats = fewbit.calibrate(model, rules, ...), "
+    "and pass them: quantize_model(model, provider, *inputs, quant_stats=stats) for NNX, "
+    "quantize_params(params, plan, stats) for Linen and functions. Or measure the range of each "
+    "batch: act_static_scale=None."
 )
 _MSG_SHAPE = (
     "'{leaf}' has shape {found}, but {site} needs {wanted} for its {side} {operand}. Scales do not "
@@ -95,8 +105,14 @@ class StaticScales:
         """(scale, zero point) for each operand that has one, of the layer that is being run."""
 
         names = {side: scale_name(ts.site, side) for side in static_sides(ts, rule)}
+        ranks = [len(info.shape) for info in (ts.site.lhs, ts.site.rhs)]
+
+        def part(name: str, rank: int) -> Any:
+            value = self.of_layer(ts, name)
+            return value if value is None or value.ndim == rank else value.reshape((1,) * rank)
+
         return {
-            k: (self.of_layer(ts, name + SCALE), self.of_layer(ts, name + ZERO_POINT))
+            k: (part(name + SCALE, ranks[k]), part(name + ZERO_POINT, ranks[k]))
             for k, name in names.items()
         }
 
@@ -138,6 +154,34 @@ def check_scales(
         for name in (scale_name(ts.site, side) + SCALE for side in (0, 1)):
             if rule is not None and not rule.act_static_scale and name in values:
                 raise ValueError(_MSG_DYNAMIC.format(leaf=name, site=ts.site.id, rule=rule))
+
+
+class Filled:
+    """Whether static scales hold numbers: asked once of the same arrays, which it does not keep."""
+
+    def __init__(self) -> None:
+        self._seen: list[weakref.ref[Any]] = []
+
+    def check(self, scales: Mapping[str, Any], what: str) -> None:
+        """Raise if a scale still is as `empty_scales` made it. Traced ones cannot be looked at."""
+        arrays = {name: v.array if isinstance(v, WithAux) else v for name, v in scales.items()}
+        known = {name: v for name, v in arrays.items() if _is_known(v)}
+        pairs = zip(self._seen, known.values(), strict=False)
+        if len(known) == len(self._seen) and all(ref() is array for ref, array in pairs):
+            return
+        empty = [name for name, v in known.items() if np.isnan(np.asarray(v, np.float32)).any()]
+        if empty:
+            more = f" (and {len(empty) - 1} more are)" if len(empty) > 1 else ""
+            raise ValueError(_MSG_EMPTY.format(name=empty[0], more=more, what=what))
+        self._seen = [weakref.ref(array) for array in known.values()]
+
+
+def _is_known(value: Any) -> bool:
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return isinstance(value, np.ndarray) or (
+        isinstance(value, jax.Array) and value.is_fully_addressable
+    )
 
 
 def _base(name: str) -> str:

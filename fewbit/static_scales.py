@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from fewbit._plan import ScalePlan, Site
 from fewbit._plan_messages import Complaint
+from fewbit._scales import scale_type
 from fewbit.calibration import compute_scale_zero_point, parse_method
 from fewbit.decisions import Decision, activation_fields, operand_how
 from fewbit.numerics import should_quantize
@@ -150,17 +151,35 @@ def planned_scales(
             for side in static_sides(ts, rule):
                 new = scale_plan(ts, side, rule)  # type: ignore[arg-type]
                 old = found.setdefault(new.name, new)
-                if (old.how, old.shape, old.dtype) != (new.how, new.shape, new.dtype):
+                if not _same(old, new, len(ts.layers)):
                     a, b = (f"{s.dtype}{list(s.shape)}" for s in (old, new))
                     both = dict(first=old.site, second=new.site, a=a, b=b)
                     complaint(_MSG_CONFLICT.format(name=old.name, **both))
     return tuple(found.values())
 
 
+def _same(old: ScalePlan, new: ScalePlan, layers: int) -> bool:
+    """Whether two Sites may share a scale: of one form, or one number for all of an operand."""
+    if is_one_number(old.shape, layers) and is_one_number(new.shape, layers):
+        hows = [s.how.replace(channelwise_axes=(), tiled_axes={}, roles=None) for s in (old, new)]
+        same_layers = old.shape[:layers] == new.shape[:layers]
+        return same_layers and hows[0] == hows[1] and old.dtype == new.dtype
+    return (old.how, old.shape, old.dtype) == (new.how, new.shape, new.dtype)
+
+
+def is_one_number(shape: Sequence[int], layers: int = 0) -> bool:
+    """Whether a scale is one for the whole operand (of each layer), whatever the operand's rank.
+
+    >>> is_one_number((1, 1)), is_one_number((12, 1, 1), layers=1), is_one_number((1, 4))
+    (True, True, False)
+    """
+    return all(n == 1 for n in shape[layers:])
+
+
 def scale_and_zero_point(calibration: Mapping[str, Any], scale: ScalePlan) -> dict[str, Any]:
     """The entries that a range becomes, by the end of their names."""
-    how = scale.how.scale_dtype or scale.dtype
-    parts = compute_scale_zero_point(calibration, scale.how.qtype, how)
+    dtype = scale_type(scale.dtype, scale.how.scale_dtype)
+    parts = compute_scale_zero_point(calibration, scale.how.qtype, dtype)
     named = zip((SCALE, ZERO_POINT), parts, strict=True)
     return {suffix: part for suffix, part in named if part is not None}
 
@@ -236,7 +255,15 @@ def insert(tree: Any, name: str, value: Any) -> Any:
 
 
 def fits(found: Sequence[int], wanted: Sequence[int], layers: int = 0) -> bool:
-    """Whether a scale serves: as wanted, or shared (1) on axes after those of the layers."""
+    """Whether a scale serves: as wanted, or shared (1) on axes after those of the layers.
+
+    One number for all has no rank: it serves operands of every rank.
+
+    >>> fits((1, 1), (1, 1, 1)), fits((1, 8), (1, 1, 8)), fits((1, 1), (1, 8))
+    (True, False, True)
+    """
+    if is_one_number(found, layers) and is_one_number(wanted, layers):
+        return tuple(found[:layers]) == tuple(wanted[:layers])
     same_rank = len(found) == len(wanted)
     return same_rank and all(
         n == m or (n == 1 and axis >= layers)

@@ -5,6 +5,7 @@ function statistics are `{'<site id>': {'lhs': {...}}}`. A statistic is what
 `fewbit.calibration.SimpleMovingAverage` makes: `count`, `sum_of_<key>` and the extreme seen.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -103,7 +104,7 @@ def add_scales(
     result = params
     act_scales: dict[str, dict[str, Any]] = {}
     for name, scale in scales.items():
-        if name not in {*stats, *fixed} or not (by_site or _belongs(name, present, known)):
+        if name not in {*stats, *fixed} or not (by_site or belongs(name, present, known)):
             continue
         made = fixed_scale(scale) if name in fixed else static_scale(scale, stats[name])
         parts = {
@@ -183,6 +184,13 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> dict[str, Any]:
+    made = _scale_as_collected(scale, stat, reduction)
+    size = math.prod(scale.shape)
+    # One number for all may have been seen at an operand of another rank.
+    return {end: p.reshape(scale.shape) if p.size == size else p for end, p in made.items()}
+
+
+def _scale_as_collected(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> Any:
     keys = range_keys(scale.how)
     name = parse_method(scale.how.calibration_method).name
     if reduction == "range" and name in ("percentile", "mse") and _HISTOGRAM in stat:
@@ -246,7 +254,7 @@ def _near(name: str, names: Sequence[str]) -> str:
     return f" The Sites are {', '.join(map(repr, close or names[:3]))}." if names else ""
 
 
-def _belongs(name: str, present: Collection[str], known: Collection[str]) -> bool:
+def belongs(name: str, present: Collection[str], known: Collection[str]) -> bool:
     """Whether a scale's module is among the given parameters; one without parameters is in all."""
     module = name.rpartition("/")[0]
 

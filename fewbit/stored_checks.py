@@ -1,6 +1,7 @@
 """What a quantized model checks before it runs: are the parameters stored as its rules say?"""
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,8 +12,10 @@ from fewbit._plan import Plan, SitePlan
 from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Request
 from fewbit.layouts import would_be_faster
+from fewbit.provenance import Constant
 from fewbit.qarray import QArray, WithAux
-from fewbit.trace import Program
+from fewbit.rules import QuantizationRule
+from fewbit.trace import Program, TracedSite
 from fewbit.weight import is_weight
 
 _MSG_UNQUANTIZED = (
@@ -40,6 +43,72 @@ _MSG_NOTHING = (
     "in force at {count} of it. {why} fewbit.plan(model, rules, ...) shows which rule meets "
     "which Site; make the provider with strict=False to run the model in float."
 )
+_MSG_CONSTANT_CALL = "Nothing in this call of {what} is stored quantized. {why}"
+_MSG_ACT_ALONE = (
+    "Rule {number} has act_qtype without weight_qtype, and so switches off what it matches. Write "
+    "{fixed!r}."
+)
+_MSG_CONSTANTS = (
+    "The weights at {sites} are constants of the function and no parameters, so none of them can "
+    "be stored{anew}. {cure}"
+)
+_ANEW = ", and each would be quantized anew at every call"
+_MAKE_PARAMETERS = "Make them the first argument of the function: f(params, *inputs)."
+_MSG_HOLDER = (
+    "A {name} has its parameters in .params and its Linen module in .module. Pass the parameters: "
+    "f = lambda params, *inputs: model(*inputs, params=params), then "
+    "fewbit.plan(f, rules, model.params, *inputs); or quantize the module, "
+    "fewbit.plan(model.module, rules, *inputs) and quantize_params(model.params, plan)."
+)
+
+
+def holder_cure(model: Any) -> str:
+    """What to do with an object that holds a Linen module and its parameters; '' for any other.
+
+    Hugging Face's Flax models are such: a call of one closes over its parameters.
+    """
+    module = getattr(model, "module", None)
+    # Not asked for: Hugging Face's raise where there are none yet.
+    has_params = inspect.getattr_static(model, "params", None) is not None
+    is_holder = has_params and callable(getattr(module, "apply", None))
+    return _MSG_HOLDER.format(name=type(model).__name__) if is_holder else ""
+
+
+def why_nothing(
+    provider: Any, sites: Sequence[tuple[TracedSite, Decision]], cure: str = ""
+) -> str | None:
+    """Why rules that ask for something do nothing to a model none of whose parameters is stored.
+
+    None if they do, or ask for nothing. A product with a constant is not what they ask for: what
+    looks like a weight would be quantized anew at every call. `cure` tells where such a model's
+    parameters are.
+    """
+    asking = {i: r for i, r in enumerate(provider.rules) if _asks(r)}
+    met = [(ts, decision) for ts, decision in sites if decision.rule_index in asking]
+    if not met or any(map(provider.asked_by_kernel, asking)):
+        return None
+    constant = [ts.site.id for ts, _ in met if any(isinstance(s, Constant) for s in ts.sources)]
+    running = [ts.site.id for ts, decision in met if decision.rule is not None]
+    if set(running) - set(constant):
+        return None
+    matched = {decision.rule_index for _, decision in met}
+    alone = next((i for i, rule in asking.items() if i in matched and rule.switched_off), None)
+    if alone is not None:
+        fixed = asking[alone].replace(weight_qtype=asking[alone].act_qtype)
+        return _MSG_ACT_ALONE.format(number=alone, fixed=fixed)
+    if len(constant) == len(met):
+        text = dict(sites=_some(constant), cure=cure or _MAKE_PARAMETERS)
+        return _MSG_CONSTANTS.format(anew=_ANEW if running else "", **text)
+    return f"At {_some([f'{ts.site.id}: {decision.reason}' for ts, decision in met], '; ')}."
+
+
+def _asks(rule: QuantizationRule) -> bool:
+    """Whether a rule wants something quantized, and is no opt-out."""
+    return not rule.switched_off or rule.act_qtype is not None
+
+
+def _some(texts: Sequence[str], joint: str = ", ") -> str:
+    return joint.join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def check_stored(
@@ -78,18 +147,22 @@ def check_something(
     decisions: Mapping[str, Decision],
     provider: Any,
     what: str,
+    cure: str = "",
 ) -> None:
     """A model whose rules all miss would run in float without a word."""
     sites = [ts.site for ts in program.sites]
     if not (provider.strict and sites) or any(map(is_weight, values)):
         return
-    active = [i for i, rule in enumerate(provider.rules) if not rule.switched_off]
-    in_force = any(decision.rule is not None for decision in decisions.values())
-    if not active or in_force or any(map(provider.asked_by_kernel, active)):
+    why = why_nothing(provider, [(ts, decisions[ts.site.id]) for ts in program.sites], cure)
+    if any(decision.rule is not None for decision in decisions.values()):
+        if why is not None:
+            raise ValueError(_MSG_CONSTANT_CALL.format(what=what, why=why))
+        return
+    active = [i for i, rule in enumerate(provider.rules) if _asks(rule)]
+    if not active or any(map(provider.asked_by_kernel, active)):
         return
     used = {decision.rule_index for decision in decisions.values()}
     missed = [provider.rules[i] for i in active if i not in used]
-    why = f"At {sites[0].id}: {decisions[sites[0].id].reason}."
     if missed:
         rows = (SitePlan(s, None, None, None, None, "", "float", "float") for s in sites)
         why = unmatched_message(Plan(provider.rules, tuple(rows), ()), missed)

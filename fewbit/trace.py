@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from fewbit import jaxprs
 from fewbit._plan import ArrayInfo, Site
 from fewbit.jaxprs import Eqn, Jaxpr, Where
-from fewbit.provenance import Changed, Constant, Origin, Source
+from fewbit.provenance import Changed, Constant, Origin, Source, Written
 from fewbit.trace_layout import LAYOUT, sliced
 from fewbit.trace_shapes import is_row_lookup, letters_of, multiply_adds
 
@@ -114,10 +114,10 @@ class _Walk:
         env: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
         env.update((var, Constant()) for var in jaxpr.constvars)
         for i, eqn in enumerate(jaxpr.eqns):
-            ins = [None if jaxprs.is_literal(v) else env.get(v) for v in eqn.invars]
+            ins = [Written() if jaxprs.is_literal(v) else env.get(v) for v in eqn.invars]
             outs = self.equation(node, i, eqn, ins, jaxprs.join_stack(stack, eqn), trips)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return node, [None if jaxprs.is_literal(v) else env.get(v) for v in jaxpr.outvars]
+        return node, [Written() if jaxprs.is_literal(v) else env.get(v) for v in jaxpr.outvars]
 
     def equation(
         self, node: Node, i: int, eqn: Eqn, ins: list[Source], stack: str, trips: int
@@ -128,7 +128,7 @@ class _Walk:
             if site is not None:
                 node.sites[i] = site
                 return [None] * len(eqn.outvars)
-        if name in jaxprs.OPAQUE_PRIMITIVES:
+        if jaxprs.is_opaque(eqn):
             self.note_opaque(eqn, ins, stack)
         bodies = jaxprs.bodies(eqn)
         if bodies:
@@ -143,11 +143,13 @@ class _Walk:
 
     def changed(self, eqn: Eqn, ins: list[Source]) -> Sequence[Source]:
         """An ordinary equation: its result is a changed weight if it reads nothing else."""
-        data = [s for s, v in zip(ins, eqn.invars, strict=True) if not jaxprs.is_literal(v)]
+        data = [s for s in ins if not isinstance(s, Written)]
+        if not data:
+            return [Written()] * len(eqn.outvars)
         weights = [s for s in data if isinstance(s, Origin | Changed)]
         self.read += [(s.leaf, eqn.primitive.name) for s in weights if isinstance(s, Origin)]
         if weights and all(isinstance(s, Origin | Changed | Constant) for s in data):
-            first = weights[0]
+            first = next((s for s in weights if isinstance(s, Origin)), weights[0])
             what = first.primitive if isinstance(first, Changed) else eqn.primitive.name
             return [Changed(first.leaf, what)] * len(eqn.outvars)
         return [None] * len(eqn.outvars)
@@ -227,7 +229,7 @@ class _Walk:
             return None
         if op == "dot_general" and place.einsum:
             op = "einsum"
-        sources = tuple(ins[:2])
+        sources = tuple(None if isinstance(s, Written) else s for s in ins[:2])
         side = next((k for k in (1, 0) if isinstance(sources[k], Origin)), None)
         weight = sources[side].leaf if side is not None else None  # type: ignore[union-attr]
         path = self.path_of(place, weight)

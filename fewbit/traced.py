@@ -43,9 +43,10 @@ def float_view(value: Any) -> Any:
     q = value.array if isinstance(value, WithAux) else value
     if not isinstance(q, QArray):
         return float_view(q)
-    codes = q.qvalue
+    # Packed codes are unpacked to be looked at: here only on paper.
+    codes = q.qvalue if q.layout == "plain" else jax.eval_shape(lambda q: q.qvalue, q)
     if isinstance(codes, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(q.shape, q.dtype, sharding=codes.sharding)
+        return codes.update(dtype=q.dtype)
     return jax.typeof(codes).update(dtype=q.dtype)
 
 

@@ -80,14 +80,19 @@ def histories(
 
 
 def check_trains(
-    provider: Any, traced: Traced, decisions: dict[str, Decision], what: str, root: bool
+    provider: Any,
+    traced: Traced,
+    decisions: dict[str, Decision],
+    what: str,
+    root: bool,
+    cure: str,
 ) -> None:
     """A model that trains has float parameters, rules that do something, and all its state."""
     stored = [value.leaf for value in traced.values if is_weight(value)]
     if root and stored:
         raise ValueError(_MSG_STORED.format(what=what, leaf=stored[0]))
     if root:
-        check_something(traced.program, traced.values, decisions, provider, what)
+        check_something(traced.program, traced.values, decisions, provider, what, cure)
     if root and provider.strict and not provider.learns:
         check_leftovers(traced.program, traced.leaves)
     if not (provider.learns or traced.learned or provider.delays):

@@ -130,4 +130,7 @@ def _known(
     count = static.of_layer(ts, entry(scale_name(ts.site, side), COUNT))
     if count is None or any(value is None for value in entries.values()):
         return None
-    return {COUNT: count, **entries}
+    return {COUNT: count} | {
+        key: value if value.ndim == seen[key].ndim else value.reshape(seen[key].shape)
+        for key, value in entries.items()
+    }

@@ -10,10 +10,10 @@ import re
 import shutil
 import tempfile
 
+from recorder import DEVICES, Recorder
+
 # Before the first import of jax: the device count is read once, when the CPU client starts.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-).strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 # The workers of a run, and the processes that tests start, compile the same small programs: once is
@@ -38,6 +38,7 @@ RARE_FORMATS = {
 }
 # Of a sweep of as many cases `make test` runs every second one.
 SWEEP = 6
+SOAK_FILE = pathlib.Path(__file__).with_name("soak.txt")
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
 
@@ -65,12 +66,22 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail if a test is skipped that tests/skips.txt does not list with a reason",
     )
+    parser.addoption(
+        "--record",
+        metavar="FILE",
+        help="write what was run and found, failed tests and times too, while it runs",
+    )
 
 
 def pytest_configure(config):
     # With xdist every report also reaches the process that started the workers: judge there.
-    if config.getoption("strict_skips") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if config.getoption("strict_skips"):
         config.pluginmanager.register(SkipJudge(read_skips(SKIPS_FILE)), "skip-judge")
+    if path := config.getoption("record"):
+        recorder = Recorder(path, config.invocation_params.args)
+        config.pluginmanager.register(recorder, "recorder")
 
 
 def read_skips(path):
@@ -88,17 +99,24 @@ def read_skips(path):
     return allowed
 
 
+def read_patterns(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
 def pytest_collection_modifyitems(items):
-    """Marks as long what tests/long.txt lists, and the larger part of sweeps."""
-    lines = LONG_FILE.read_text(encoding="utf-8").splitlines()
-    patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    """Marks what tests/soak.txt and tests/long.txt list, and as long the larger part of sweeps."""
+    soak, long = read_patterns(SOAK_FILE), read_patterns(LONG_FILE)
     sweeps = collections.Counter(item.nodeid.partition("[")[0] for item in items)
     seen = collections.Counter()
     for item in items:
         function, _, parameters = item.nodeid.partition("[")
         words = set(re.split(r"[-, ]+", parameters.rstrip("]")))
-        listed = any(fnmatch.fnmatchcase(_bracketless(item.nodeid), p) for p in patterns)
-        if listed or words & RARE_FORMATS:
+        if item.get_closest_marker("soak") or _is_listed(item, soak):
+            item.add_marker(pytest.mark.soak)
+            item.add_marker(pytest.mark.long)
+            continue
+        if _is_listed(item, long) or words & RARE_FORMATS:
             item.add_marker(pytest.mark.long)
             continue
         seen[function] += 1
@@ -111,9 +129,10 @@ def _is_quick(function):
     return any(word in function for word in ("names", "messages", "rules", "docs", "laws"))
 
 
-def _bracketless(nodeid):
-    """Parameters after a colon: brackets mean something to fnmatch."""
-    return nodeid.replace("[", ":").replace("]", "")
+def _is_listed(item, patterns):
+    """Parameters come after a colon: brackets mean something to fnmatch."""
+    name = item.nodeid.replace("[", ":").replace("]", "")
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class SkipJudge:

@@ -82,6 +82,98 @@ class Net(keras.Model):
         return {**super().get_config(), "depth": self.depth}
 
 
+@keras.saving.register_keras_serializable("cases")
+class TransformerBlock(keras.layers.Layer):
+    """As in every tutorial: no build(), and attention makes its own layers when it is called."""
+
+    def __init__(self, width, heads, **kwargs):
+        super().__init__(**kwargs)
+        self.width, self.heads = width, heads
+        self.att = keras.layers.MultiHeadAttention(num_heads=heads, key_dim=width // heads)
+        layers = [keras.layers.Dense(2 * width, activation="relu"), keras.layers.Dense(width)]
+        self.ffn = keras.Sequential(layers)
+        self.norms = [keras.layers.LayerNormalization(epsilon=1e-6) for _ in range(2)]
+        self.dropout = keras.layers.Dropout(0.1)
+
+    def call(self, inputs, training=None):
+        x = self.norms[0](inputs + self.dropout(self.att(inputs, inputs), training=training))
+        return self.norms[1](x + self.ffn(x))
+
+    def get_config(self):
+        return {**super().get_config(), "width": self.width, "heads": self.heads}
+
+
+@keras.saving.register_keras_serializable("cases")
+class Blocks(keras.layers.Layer):
+    """Such blocks in a layer of the same kind."""
+
+    def __init__(self, width, depth, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks = [TransformerBlock(width, 2) for _ in range(depth)]
+
+    def call(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return inputs
+
+
+@keras.saving.register_keras_serializable("cases")
+class Tutorial(keras.Model):
+    """And in a subclassed model."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.block = TransformerBlock(32, 2)
+        self.head = keras.layers.Dense(10)
+
+    def call(self, inputs):
+        return self.head(self.block(inputs))
+
+
+@keras.saving.register_keras_serializable("cases")
+class OwnBuild(keras.layers.Layer):
+    """A layer that says itself what it is built from."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.up = keras.layers.Dense(48, activation="gelu")
+
+    def build(self, width):
+        self.width = width
+        self.up.build((None, width))
+        self.down = keras.layers.Dense(width)
+        self.down.build((None, 48))
+        self.built = True
+
+    def call(self, inputs):
+        return self.down(self.up(inputs))
+
+    def get_build_config(self):
+        return {"width": self.width}
+
+    def build_from_config(self, config):
+        self.build(config["width"])
+
+
+@keras.saving.register_keras_serializable("cases")
+class Shelf(keras.layers.Layer):
+    """Holds layers that others call; nobody calls or builds it."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(16)
+
+
+@keras.saving.register_keras_serializable("cases")
+class WithShelf(keras.Model):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.shelf = Shelf()
+
+    def call(self, inputs):
+        return self.shelf.dense(inputs)
+
+
 class Unregistered(keras.layers.Dense):
     """A user's class that loading gets as custom_objects."""
 
@@ -143,6 +235,37 @@ def subclassed():
     return quantize(model, W4)
 
 
+def transformer():
+    inputs = keras.Input((6, 32))
+    x = keras.layers.GlobalAveragePooling1D()(Blocks(32, 2)(inputs))
+    return quantize(keras.Model(inputs, keras.layers.Dense(10)(x)))
+
+
+def transformer_sequential():
+    return quantize(keras.Sequential([keras.Input((6, 32)), TransformerBlock(32, 2)]), W4)
+
+
+def transformer_subclassed():
+    model = Tutorial()
+    model(np.zeros((1, 6, 32), np.float32))
+    return quantize(model)
+
+
+def shelf():
+    model = WithShelf()
+    with warnings.catch_warnings():  # Keras tells that nobody builds the layers on the shelf
+        warnings.filterwarnings("ignore", r"`build\(\)` was called on layer 'with_shelf")
+        model(np.zeros((1, 32), np.float32))
+    return quantize(model)
+
+
+def own_build():
+    inputs = keras.Input((32,))
+    layer = OwnBuild()
+    layer.build(32)
+    return quantize(keras.Model(inputs, layer(inputs)))
+
+
 def own_class():
     return quantize(keras.Sequential([keras.Input((32,)), Scaled(64, factor=3.0)]), W4)
 
@@ -160,11 +283,21 @@ def weight_only_fp8():
     return sequential(weight_qtype="float8_e4m3fn")
 
 
+def unpacked_fp8():
+    """Layers that kernels do not read from panels: a convolution of pictures, a narrow head."""
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.Conv2D(16, 3)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(10)(x))
+    config = fewbit.keras.DynamicQuantConfig("fp8")
+    return fewbit.keras.quantize_model(model, config, progress=False)
+
+
 CASES = {
     case.__name__: case
     for case in (
         *(sequential, functional, convolutions, embedding, nested, subclassed),
-        *(own_class, custom_objects, bfloat16, weight_only_fp8),
+        *(own_class, custom_objects, bfloat16, weight_only_fp8, unpacked_fp8),
+        *(transformer, transformer_sequential, transformer_subclassed, own_build, shelf),
     )
 }
 
@@ -173,7 +306,8 @@ def inputs_of(model, name):
     rng = np.random.default_rng(0)
     if name == "embedding":
         return rng.integers(0, 100, (3, 6)).astype("int32")
-    shape = (32,) if name == "subclassed" else model.input_shape[1:]
+    shapes = {"subclassed": (32,), "shelf": (32,), "transformer_subclassed": (6, 32)}
+    shape = shapes[name] if name in shapes else model.input_shape[1:]
     return rng.normal(size=(3, *shape)).astype("float32")
 
 
@@ -257,7 +391,7 @@ def gemma_load(folder):
     return {"same": same, "errors": errors, "hub_imported": hub_imported}
 
 
-def vit_save(folder):
+def vit_save(folder, config=None):
     import keras_hub
 
     backbone = keras_hub.models.ViTBackbone(
@@ -265,7 +399,11 @@ def vit_save(folder):
         **{"hidden_dim": 64, "mlp_dim": 128},
     )
     model = keras_hub.models.ViTImageClassifier(backbone=backbone, num_classes=5, preprocessor=None)
-    quantize(model)
+    if config is None:
+        quantize(model)
+    else:
+        fewbit.keras.quantize_model(model, config, progress=False)
+        model.summary()
     images = np.random.default_rng(0).normal(size=(2, 32, 32, 3)).astype("float32")
     np.savez(folder / "vit.npz", images=images, logits=np.asarray(model(images)))
     fewbit.keras.save_to_preset(model, folder / "vit")
@@ -293,7 +431,50 @@ def vit_load(folder):
     return {"same": same, "warnings": [str(each.message) for each in caught]}
 
 
+def sam(folder):
+    """A segmenter of KerasHub, many of whose layers are built from nothing at all."""
+    from keras_hub import layers, models
+
+    size, width = 64, 8
+    encoder = models.ViTDetBackbone(
+        **{"hidden_size": 16, "num_layers": 1, "intermediate_dim": 32, "num_heads": 2},
+        **{"global_attention_layer_indices": [0], "patch_size": 16, "window_size": 2},
+        **{"num_output_channels": width, "image_shape": (size, size, 3)},
+    )
+    prompts = layers.SAMPromptEncoder(
+        **{"hidden_size": width, "image_embedding_size": (size // 16, size // 16)},
+        **{"input_image_size": (size, size), "mask_in_channels": 4},
+    )
+    masks = layers.SAMMaskDecoder(
+        **{"num_layers": 1, "hidden_size": width, "intermediate_dim": 32, "num_heads": 2},
+        **{"embedding_dim": width, "num_multimask_outputs": 3, "iou_head_depth": 2},
+        iou_head_hidden_dim=8,
+    )
+    model = models.SAMImageSegmenter(models.SAMBackbone(encoder, prompts, masks))
+    config = fewbit.keras.DynamicQuantConfig("int8", white_list=[keras.layers.Dense])
+    fewbit.keras.quantize_model(model, config, progress=False)
+    inputs = {
+        "images": np.random.default_rng(0).normal(size=(1, size, size, 3)).astype("float32"),
+        "points": np.ones((1, 1, 2), "float32"),
+        "labels": np.ones((1, 1), "float32"),
+        "boxes": np.ones((1, 1, 2, 2), "float32"),
+        "masks": np.zeros((1, 0, size // 4, size // 4, 1), "float32"),
+    }
+    wanted = model(inputs)
+    model.save(folder / "sam.keras")
+    model.save_to_preset(str(folder / "sam"))
+    ways = {
+        "keras": keras.saving.load_model(folder / "sam.keras"),
+        "preset": models.ImageSegmenter.from_preset(str(folder / "sam")),
+    }
+    found = {name: loaded(inputs) for name, loaded in ways.items()}
+    same = {n: all(np.array_equal(y[k], wanted[k]) for k in wanted) for n, y in found.items()}
+    return same | {"classes": layer_classes(ways["preset"]) == layer_classes(model)}
+
+
 if __name__ == "__main__":
     does = {"load": load, "gemma-save": gemma_save, "gemma-load": gemma_load}
-    does = (does | {"vit-save": vit_save, "vit-load": vit_load})[sys.argv[1]]
+    fp8 = fewbit.keras.DynamicQuantConfig("fp8")
+    does |= {"vit-save": vit_save, "vit-load": vit_load, "sam": sam}
+    does = (does | {"vit-fp8-save": lambda folder: vit_save(folder, fp8)})[sys.argv[1]]
     print(json.dumps(does(pathlib.Path(sys.argv[2]))))

@@ -30,6 +30,7 @@ def digits():
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
+    labels = labels.astype("int32")  # Keras hands them to JAX as they are, which warns of int64
     images = (images.reshape(-1, 8, 8, 1) / 16).astype("float32")
     order = np.random.default_rng(0).permutation(len(images))
     train, test = order[:1200], order[1200:]

@@ -1,19 +1,18 @@
-"""Runs every test, long ones and comparisons with other libraries too, and writes down the result.
+"""Runs every test but the soak ones, comparisons with other libraries too, and writes it down.
 
-`make test-all` calls this; the record is tests/last-test-all.txt.
+`make test-all` calls this; the record is tests/last-test-all.txt, written while the tests run
+(tests/recorder.py).
 """
 
 import argparse
-import datetime
 import pathlib
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 RECORD = TESTS / "last-test-all.txt"
+SANITIZED = ROOT / "build" / "last-test-sanitized.txt"
 
 
 def run(command):
@@ -33,28 +32,27 @@ def main():
     workers = str(parser.parse_args().workers)
 
     # Comparisons with other libraries are among them: they call scripts in .venv-peers.
-    commands = [
-        [".venv/bin/python", "-m", "pytest", "-q", "-n", workers, "--strict-skips"],
-        ["make", "test-sanitized", f"WORKERS={workers}"],
-    ]
-
-    results = []
-    for command in commands:
-        code, last = run(command)
-        results.append((" ".join(command), code, last))
-
-    versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "flax", "pytest"))
-    lines = [
-        f"date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-        f"with: Python {platform.python_version()}, {versions}",
-    ]
-    for command, code, last in results:
-        lines += ["", f"$ {command}", last, f"exit code {code}"]
+    pytest = [".venv/bin/python", "-m", "pytest", "-q", "-n", workers, "--strict-skips"]
+    pytest += ["-m", "not soak", "--record", str(RECORD.relative_to(ROOT))]
+    code, last = run(pytest)
+    said = RECORD.read_text(encoding="utf-8")
     if not (ROOT / ".venv-peers" / "bin" / "python").exists():
-        lines += ["", ".venv-peers is missing: nothing was compared with other libraries"]
-    RECORD.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    print(RECORD.read_text(encoding="utf-8"))
-    return int(any(code for _, code, _ in results))
+        said += "\n.venv-peers is missing: nothing was compared with other libraries\n"
+
+    sanitized = ["make", "test-sanitized", f"WORKERS={workers}"]
+    said += f"\n$ {' '.join(sanitized)}\n"
+    RECORD.write_text(said + "still running, or cut short\n", encoding="utf-8")
+    SANITIZED.parent.mkdir(exist_ok=True)
+    SANITIZED.unlink(missing_ok=True)
+    sanitized_code, sanitized_last = run([*sanitized, f"RECORD={SANITIZED.relative_to(ROOT)}"])
+    said += f"{sanitized_last}\nexit code {sanitized_code}\n"
+    if SANITIZED.exists():
+        said += "\n" + SANITIZED.read_text(encoding="utf-8")
+    RECORD.write_text(said, encoding="utf-8")
+
+    print(f"{RECORD.relative_to(ROOT)}: {last}, exit code {code};", end=" ")
+    print(f"sanitized: {sanitized_last}, exit code {sanitized_code}")
+    return int(code != 0 or sanitized_code != 0)
 
 
 if __name__ == "__main__":

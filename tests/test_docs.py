@@ -81,3 +81,7 @@ def test_the_site_is_built_without_settings_of_ones_own():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(r"docs/_site: \d+ pages, \d+ modules", done.stdout)
+    api = ROOT / "docs/_site/api"
+    assert 'id="quantize_model"' in (api / "fewbit.html").read_text()
+    assert 'id="compare"' in (api / "fewbit/debug.html").read_text()
+    assert not list(api.rglob("_*.html"))

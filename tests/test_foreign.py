@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -440,7 +441,7 @@ FAULTS = {
         "is GPTQ stored as 'marlin', and 'gptq' and 'gptq_v2' are read",
     ),
     "gemv": (
-        lambda t, b: None,
+        lambda t, b: t.pop(b + "g_idx"),
         config(quant_method="awq", bits=4, group_size=16, version="gemv"),
         "is AWQ of the version 'gemv', and 'gemm' is read",
     ),
@@ -542,6 +543,274 @@ def test_what_is_wrong_with_other_formats(parts, said, sentence):
         found["up/weight"]
 
 
+F8, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
+GPTQ_PARTS = {
+    "qweight": np.zeros((4, 16), np.int32),
+    "qzeros": np.zeros((2, 2), np.int32),
+    "scales": np.ones((2, 16), np.float16),
+}
+FP8_PARTS = {"weight": np.ones((4, 4), F8), "weight_scale": np.ones((4, 1), np.float32)}
+INT8_PARTS = {"weight": np.zeros((4, 4), np.int8), "weight_scale": np.ones((4, 1), np.float32)}
+PACKED_PARTS = {
+    "weight_packed": np.zeros((4, 2), np.int32),
+    "weight_scale": np.ones((4, 1), np.float16),
+    "weight_shape": np.array([4, 16]),
+}
+FP8 = config(quant_method="fp8")
+GPTQ = config(quant_method="gptq", bits=4, group_size=16)
+AWQ = config(quant_method="awq", bits=4, group_size=16)
+INT8 = compressed_config("int-quantized", 8)
+GROUPED = "quantization_config.config_groups.group_0.weights"
+
+
+def grouped(form, **weights):
+    return config(
+        quant_method="compressed-tensors",
+        format=form,
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+    )
+
+
+# What one says and the other is: refused, with the tensor, the key and what to write there.
+CONTRADICTIONS = {
+    "int-quantized, float8": (
+        FP8_PARTS,
+        INT8,
+        r"'up.weight' is float8_e4m3fn, but quantization_config.format in config.json says "
+        r"'int-quantized'. If the config is wrong, write 'float-quantized' there; if it is right",
+    ),
+    "int, float8": (
+        FP8_PARTS,
+        grouped("naive-quantized", num_bits=8, type="int"),
+        f"'up.weight' is float8_e4m3fn, but {GROUPED}.type in config.json says 'int'. If the "
+        "config is wrong, write 'float' there",
+    ),
+    "4-bit floats, float8": (
+        FP8_PARTS,
+        grouped("float-quantized", num_bits=4, type="float"),
+        f"is float8_e4m3fn, but {GROUPED}.num_bits in config.json says 4. .* write 8 there",
+    ),
+    "float-quantized, int8": (
+        INT8_PARTS,
+        grouped("float-quantized", num_bits=8, type="float"),
+        "is int8, but quantization_config.format in config.json says 'float-quantized'. .* write "
+        "'int-quantized' there",
+    ),
+    "float, int8": (
+        INT8_PARTS,
+        grouped("naive-quantized", num_bits=8, type="float"),
+        f"is int8, but {GROUPED}.type in config.json says 'float'. .* write 'int' there",
+    ),
+    "int-quantized, packed": (
+        PACKED_PARTS,
+        grouped("int-quantized", num_bits=4, type="int"),
+        "is packed, but quantization_config.format .* 'int-quantized'. .*write 'pack-quantized'",
+    ),
+    "float, packed": (
+        PACKED_PARTS,
+        grouped("pack-quantized", num_bits=4, type="float"),
+        f"is int32, but {GROUPED}.type in config.json says 'float'. .* write 'int' there",
+    ),
+    "fp8, int8": (
+        INT8_PARTS,
+        FP8,
+        "'up.weight' is int8, but quantization_config.quant_method in config.json says 'fp8'. If "
+        "the config is wrong, write the quant_method that made this file",
+    ),
+    "fp8, float16": (
+        {**FP8_PARTS, "weight": np.ones((4, 4), np.float16)},
+        FP8,
+        "is float16, but quantization_config.quant_method in config.json says 'fp8'",
+    ),
+    "fp8 of AMD without a scale": (
+        {"weight": np.zeros((4, 4), ml_dtypes.float8_e4m3fnuz)},
+        FP8,
+        "is float8_e4m3fnuz, but quantization_config.quant_method in config.json says 'fp8'",
+    ),
+    "e5m2, e4m3": (
+        FP8_PARTS,
+        config(quant_method="fp8", fmt="e5m2"),
+        "is float8_e4m3fn, but quantization_config.fmt .* says 'e5m2'. .* write 'e4m3' there",
+    ),
+    "not quantized, GPTQ": (
+        GPTQ_PARTS,
+        config(quant_method="gptq", bits=4, group_size=16, dynamic={"-:u.*": {}}),
+        "is quantized, but quantization_config.dynamic .* says '-:u..'. .*leave the pattern out",
+    ),
+    "two weights, GPTQ": (
+        {**GPTQ_PARTS, "weight": np.ones((16, 32), np.float16)},
+        GPTQ,
+        "'up.weight' is there twice, as qweight and as weight. Take the one that is left over out",
+    ),
+    "two weights, AWQ": (
+        {**GPTQ_PARTS, "weight": np.ones((16, 32), np.float16)},
+        AWQ,
+        "is there twice, as qweight and as weight",
+    ),
+    "two weights, packed": (
+        {**PACKED_PARTS, "weight": np.ones((4, 16), np.float16)},
+        compressed_config("pack-quantized", 4),
+        "is there twice, as packed and as weight",
+    ),
+    "two scales": (
+        {**FP8_PARTS, "weight_scale_inv": np.ones((1, 1), np.float32)},
+        FP8,
+        "is there twice, as scale and as scale_inv",
+    ),
+    "zero points of floats": (
+        {**FP8_PARTS, "weight_zero_point": np.ones((4, 1), F8)},
+        grouped("float-quantized", num_bits=8, type="float"),
+        "its codes are floats, and it has zero points that are not zero. Fetch the file again",
+    ),
+    "zero points out of range": (
+        {**PACKED_PARTS, "weight_zero_point": np.full((4, 1), 100, np.int8)},
+        compressed_config("pack-quantized", 4),
+        "its zero points are no codes: expected -8 to 7 for 4 bits, found 100 to 100. Fetch",
+    ),
+    "zero points of another type": (
+        {**PACKED_PARTS, "weight_zero_point": np.zeros((4, 1), np.float16)},
+        compressed_config("pack-quantized", 4),
+        "zero_point has another type: expected int8, found float16. Check that config.json",
+    ),
+    "zero points as floats, GPTQ": (
+        {**GPTQ_PARTS, "qzeros": np.zeros((2, 2), np.float32)},
+        GPTQ,
+        "qzeros has another type: expected int32, found float32",
+    ),
+    "groups as floats, GPTQ": (
+        {**GPTQ_PARTS, "g_idx": np.full(32, -1, np.float32)},
+        GPTQ,
+        "g_idx has another type: expected int32 or int64, found float32",
+    ),
+    "scales of 64 bits, GPTQ": (
+        {**GPTQ_PARTS, "scales": np.ones((2, 16))},
+        GPTQ,
+        "scales has another type: expected float16 or bfloat16 or float32, found float64",
+    ),
+    "scales of 8 bits, AWQ": (
+        {**GPTQ_PARTS, "scales": np.ones((2, 16), F8)},
+        AWQ,
+        "scales has another type: expected float16 or bfloat16 or float32, found float8_e4m3fn",
+    ),
+    "scales as integers": (
+        {**INT8_PARTS, "weight_scale": np.ones((4, 1), np.int32)},
+        INT8,
+        "scale has another type: expected float16 or bfloat16 or float32, found int32",
+    ),
+    "fp8 in a row": (
+        {"weight": np.ones(4, F8), "weight_scale": np.ones(1, np.float32)},
+        FP8,
+        "weight does not fit a weight: expected two axes or more, found .4,.",
+    ),
+    "int8 in a row": (
+        {"weight": np.ones(4, np.int8), "weight_scale": np.ones(1, np.float32)},
+        INT8,
+        "weight does not fit a weight: expected two axes, found .4,.",
+    ),
+    "true groups": (
+        GPTQ_PARTS,
+        config(quant_method="gptq", bits=4, group_size=True),
+        "its groups are of True inputs. Check that config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_a_config_that_contradicts_its_tensors(case):
+    parts, said, sentence = CONTRADICTIONS[case]
+    found = fewbit.read_checkpoint(named("up", parts), config=said)
+    with pytest.raises(CheckpointError, match=sentence):
+        found["up/weight"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said", "tensor", "methods"),
+    [
+        (GPTQ_PARTS, FP8, "qweight", "gptq or awq"),
+        (GPTQ_PARTS, INT8, "qweight", "gptq or awq"),
+        ({**GPTQ_PARTS, "g_idx": np.zeros(32, np.int32)}, AWQ, "g_idx", "gptq"),
+        (FP8_PARTS, GPTQ, "weight_scale", "fp8 or compressed-tensors"),
+        (INT8_PARTS, AWQ, "weight_scale", "fp8 or compressed-tensors"),
+        (PACKED_PARTS, GPTQ, "weight_packed", "compressed-tensors"),
+        (PACKED_PARTS, FP8, "weight_packed", "compressed-tensors"),
+        ({"weight_scale_inv": np.ones((1, 1), np.float32)}, INT8, "weight_scale_inv", "fp8"),
+    ],
+)
+def test_tensors_of_another_tool(parts, said, tensor, methods):
+    """They were given back as plain arrays, as if nobody had quantized them."""
+    method = said["quantization_config"]["quant_method"]
+    sentence = (
+        f"tensor 'up.{tensor}' is a part of a weight quantized with {methods}, but "
+        f"quantization_config.quant_method in config.json says '{method}'. If the config is wrong, "
+        f"write '{methods.split()[0]}' there"
+    )
+    both = {**named("up", parts), **named("down", {"weight": np.ones((4, 4), np.float16)})}
+    with pytest.raises(CheckpointError, match=sentence):
+        fewbit.read_checkpoint(both, config=said)
+    rest = fewbit.read_checkpoint(both, config=said, names=[(r"up\..*", None)])
+    assert rest["down/weight"].shape == (4, 4)
+
+
+def test_floats_of_64_bits_are_plain_arrays():
+    """Their name begins like that of floats of 6 bits."""
+    tensors = {"norm.weight": np.ones(3), "rope": np.ones(2)}
+    for said in (FP8, GPTQ, None):
+        found = fewbit.read_checkpoint(tensors, config=said)
+        assert found.quantized == () and found["rope"].dtype == np.float64
+
+
+def test_small_floats_without_a_scale_are_never_plain_arrays():
+    tensors = {"experts.up": np.ones((2, 4, 4), F8)}
+    with pytest.raises(CheckpointError, match="'experts.up' is quantized with fp8, but scale_inv"):
+        fewbit.read_checkpoint(tensors, config=FP8)["experts/up"]
+    with pytest.raises(CheckpointError, match="looks quantized .'experts.up'"):
+        fewbit.read_checkpoint(tensors)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (dict(quant_method="gptq", dynamic=[1]), "dynamic: expected an object, found .1.. Correct"),
+        (dict(quant_method="gptq", dynamic={"+:a": 4}), "dynamic.'.:a'.: expected an object"),
+        (dict(quant_method="gptq", meta="x"), "quantization_config.meta: expected an object"),
+        (dict(quant_method="gptq", dynamic={"+:(": {}}), r"dynamic: '\(' is no regular expression"),
+        (
+            dict(quant_method="gptq", dynamic={r"(a)\1": {}}),
+            "dynamic: the pattern .* cannot be matched within a bound",
+        ),
+        (dict(quant_method="fp8", weight_block_size=[0, 1]), "weight_block_size: expected two siz"),
+        (dict(quant_method="fp8", weight_block_size="axb"), "weight_block_size: expected two siz"),
+        (dict(quant_method="fp8", weight_block_size=128), "weight_block_size: expected two sizes"),
+        (dict(config_groups=["a"]), "config_groups: expected an object, found"),
+        (dict(config_groups={"g": ["a"]}), "config_groups.g: expected an object, found"),
+        (dict(config_groups={"g": {"weights": 4}}), "config_groups.g.weights: expected an obj"),
+        (dict(config_groups={"g": {"targets": "re:.*"}}), "g.targets: expected a list of names"),
+        (
+            dict(config_groups={"g": {"targets": [r"re:(a)\1"]}}),
+            "config_groups.g.targets: the pattern .* cannot be matched within a bound",
+        ),
+        (dict(config_groups={"g": {}}, sparsity_config="x"), "sparsity_config: expected an obj"),
+    ],
+)
+def test_settings_of_the_wrong_kind(said, sentence):
+    tensors = {"norm.weight": np.ones(3, np.float32)}
+    with pytest.raises(CheckpointError, match="the checkpoint has a bad quantization_config") as e:
+        fewbit.read_checkpoint(tensors, config=config(**said))
+    assert re.search(sentence, str(e.value)), e.value
+
+
+def test_patterns_of_configs_do_not_run_away():
+    endless = "(a|a)*b"  # re takes years for this name
+    tensors = named("a" * 60, GPTQ_PARTS)
+    said = config(quant_method="gptq", bits=4, group_size=16, dynamic={f"+:{endless}": {"bits": 8}})
+    found = fewbit.read_checkpoint(tensors, config=said)
+    assert found["a" * 60 + "/weight"].shape == (32, 16)
+    said = grouped("int-quantized", num_bits=8)
+    said["quantization_config"]["config_groups"]["group_0"]["targets"] = [f"re:{endless}", "Linear"]
+    found = fewbit.read_checkpoint(named("a" * 60, INT8_PARTS), config=said)
+    assert found["a" * 60 + "/weight"].shape == (4, 4)
+
+
 def test_unknown_methods_and_missing_configs(tmp_path):
     tensors, _ = small_checkpoint(np.random.default_rng(1), layers=1)
     with pytest.raises(
@@ -597,6 +866,7 @@ def test_folders_that_are_no_checkpoint(tmp_path):
         ([("a",)], TypeError, "entry 0 is .'a',."),
         (["ab"], TypeError, "entry 0 is 'ab'. An example:"),
         ([("(", "b")], ValueError, "'.' is no regular expression"),
+        ([(r"(a)\1", "b")], ValueError, "names: the pattern .* cannot be matched within a bound"),
         ([("lm_head.*", r"\1")], ValueError, "does not fit the pattern .* has 0 groups"),
         ([("lm_head.*", "{i}")], ValueError, "it has no .i."),
         ([("lm_head.*", "head", "Q")], ValueError, "axes of 'lm_head.*' are 'Q'. Write 'T'"),
@@ -613,6 +883,25 @@ def test_names_that_do_not_work(names, error, sentence):
     tensors, _ = small_checkpoint(np.random.default_rng(1))
     with pytest.raises(error, match=sentence):
         fewbit.read_checkpoint(tensors, config=SAID, names=names)
+
+
+def test_names_do_not_run_away():
+    """`re` takes years for the first two, and the third has five wildcards to try."""
+    many = "h." + "up." * 30 + "weight"
+    tensors = {"a" * 60: np.ones(2, np.float32), many: np.ones(3, np.float32)}
+    names = [
+        ("(a|a)*b", None),
+        ("(a+)+!", None),
+        (r"(.*)\.(.*)\.(.*)\.(.*)\.(.*)", r"\1/\2/\5"),
+    ]
+    found = fewbit.read_checkpoint(tensors, names=names)
+    assert set(found) == {"a" * 60, "h." + "up." * 26 + "up/up/weight"}
+
+
+def test_a_number_that_no_layer_has():
+    tensors = {f"h.{'9' * 5000}.w": np.ones(2, np.float32)}
+    with pytest.raises(CheckpointError, match="cannot be mapped by names .Exceeds the limit"):
+        fewbit.read_checkpoint(tensors, names=[(r"h\.{i}\.w", "w")])
 
 
 GOLDEN = sorted(pathlib.Path(__file__).parent.glob("golden/foreign/*.safetensors"))

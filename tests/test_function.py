@@ -248,13 +248,42 @@ def test_a_second_call_traces_nothing():
 def test_weights_that_change_or_are_constants_are_left_alone_and_the_plan_says_why():
     constant = normal(5, 16, 16)
     f = lambda p, x: x @ (0.5 * p["w"]) + x @ constant  # noqa: E731
-    plan = fewbit.plan(f, W8, W, X, strict=False)
+    with pytest.warns(UserWarning, match="Nothing of the model would be quantized. At :dot_gen"):
+        plan = fewbit.plan(f, W8, W, X, strict=False)
     reasons = [row.reason for row in plan.sites]
     assert reasons == [
         "weight w is changed by mul before the product",
         "weight is a constant of the function; pass it as a parameter",
     ]
     assert plan.leaf("w").how is None
+
+
+@jax.jit
+def pruned(w, at_least):
+    return jnp.where(jnp.abs(w) > at_least, w, 0.0)
+
+
+CHANGES = {
+    "where": (lambda w: jnp.where(w > 0.1, w, 0.0), "select_n"),
+    "select": (lambda w: jax.lax.select(w > 0, w, jnp.zeros_like(w)), "select_n"),
+    "helper": (lambda w: pruned(w, 0.1), "select_n"),
+    "clip": (lambda w: jnp.clip(w, -1, 1), "max"),
+    "noise": (lambda w: w + jax.random.normal(jax.random.key(0), w.shape), "add"),
+    "ramp": (lambda w: w * jnp.arange(16, dtype="float32")[None], "mul"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_weights_that_a_helper_changes_are_no_activations(name):
+    change, primitive = CHANGES[name]
+    f = lambda p, x: x @ change(p["w"]) + x @ p["w"]  # noqa: E731
+    plan = fewbit.plan(f, W8, W, X)
+    assert plan.sites[0].reason == f"weight w is changed by {primitive} before the product"
+    static = [W8A8[0].replace(act_static_scale=True)]
+    assert len(fewbit.plan(f, static, W, X).scales) == 2  # of x alone, at both products
+    g = lambda p, x: x @ jnp.where(x[:1].T > 0, p["w"], 0.0)  # noqa: E731
+    with pytest.raises(ValueError, match="product of two activations"):
+        fewbit.plan(g, W8, W, X)
 
 
 def test_packed_parameters_run_and_are_smaller():

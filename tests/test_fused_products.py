@@ -449,22 +449,3 @@ def test_an_overridden_product_is_never_fused():
 @pytest.mark.parametrize("isa", LEVELS[LEVELS.index(kernels.info().isa) + 1 :])
 def test_the_instruction_sets_below_this_cpu(isa):
     assert in_a_process(SWEEP, FEWBIT_ISA=isa).split() == [isa]
-
-
-SAME_BITS = """
-import jax
-from fewbit import kernels
-import test_fused_products as t
-print(kernels.info().isa)
-x = jax.numpy.asarray(t.GRID)
-for name in ('silu', 'sigmoid'):
-    t.np.testing.assert_array_equal(t.of_bias(x, name), jax.jit(t.ACTIVATIONS[name])(x), name)
-"""
-
-
-@needs_native
-@pytest.mark.parametrize("isa", LEVELS[LEVELS.index(kernels.info().isa) : -1])
-def test_silu_and_sigmoid_have_the_bits_of_xla(isa):
-    # One bit would do to move a code of the next product, and that to choose another token. XLA
-    # rounds a product and a sum once only where it optimizes; the portable kernels never do.
-    assert in_a_process(SAME_BITS, FEWBIT_ISA=isa, XLA_FLAGS="").split() == [isa]

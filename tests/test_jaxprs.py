@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fewbit import jaxprs
+from fewbit._versions import known_range
 from fewbit.rebuild import REBUILD
+from fewbit.trace import analyse
 from fewbit.trace_layout import LAYOUT
 from fewbit.weight_moves import MOVES
 
@@ -87,7 +90,108 @@ def test_the_tracer_and_the_interpreter_know_the_same_layout_primitives():
 
 def test_every_body_that_is_walked_is_rebuilt():
     walked = {"jit", "scan", "while", "cond", "remat2", "shard_map"}
-    assert set(REBUILD) == walked | {"custom_jvp_call", "custom_vjp_call"}
+    assert set(REBUILD) == walked | {"custom_jvp_call", "custom_vjp_call"} == set(jaxprs.FORMS)
+
+
+def equation_of(name, function, *args):
+    (eqn,) = [e for e in jax.make_jaxpr(function)(*args).eqns if e.primitive.name == name]
+    return eqn
+
+
+@jax.custom_jvp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+@jax.custom_vjp
+def halved(x):
+    return x / 2
+
+
+halved.defvjp(lambda x: (halved(x), None), lambda _, g: (g / 2,))
+
+BODIES = {
+    "scan": lambda x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(4), x),
+    "while": lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c + 1, x),
+    "cond": lambda x: lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
+    "jit": jax.jit(jnp.sin),
+    "remat2": jax.checkpoint(jnp.sin),
+    "custom_jvp_call": doubled,
+    "custom_vjp_call": halved,
+    "shard_map": varying,
+}
+
+
+@pytest.mark.parametrize("name", sorted(jaxprs.FORMS))
+def test_every_primitive_with_a_body_has_a_form_that_is_known(name):
+    assert jaxprs.bodies(equation_of(name, BODIES[name], X))
+
+
+@pytest.mark.parametrize("name", sorted(jaxprs.FORMS))
+@pytest.mark.parametrize("change", ["one less", "one more"])
+def test_a_form_that_is_not_known_is_said(name, change):
+    """As a later JAX may bind it: found while a model is analysed, not at some KeyError."""
+    jaxpr = jax.make_jaxpr(BODIES[name])(X)
+    (at,) = [i for i, e in enumerate(jaxpr.eqns) if e.primitive.name == name]
+    params = dict(jaxpr.eqns[at].params)
+    if change == "one less":
+        gone = next(key for key in params if "jaxpr" in key or key == "branches")
+        del params[gone]
+        what = f"there is no {gone}"
+    else:
+        params["flavour"] = 1
+        what = "flavour is new"
+    eqns = list(jaxpr.eqns)
+    eqns[at] = eqns[at].replace(params=params)
+    changed = jaxprs.open_jaxpr(jaxpr).replace(eqns=eqns)
+    with pytest.raises(jaxprs.UnknownJaxError) as error:
+        analyse(changed, [None])
+    text = str(error.value)
+    assert text.startswith(f"{name} equations of JAX {jax.__version__} are not as fewbit knows")
+    assert what in text and known_range("jax") in text
+    assert "pip install --upgrade fewbit" in text and "pip install 'jax<=" in text
+
+
+def test_a_scan_with_parts_that_do_not_add_up_is_said():
+    eqn = equation_of("scan", BODIES["scan"], X)
+    parts = jaxprs.scan_params(eqn)
+    shorter = eqn.replace(invars=eqn.invars[: parts.num_consts + parts.num_carry - 1])
+    with pytest.raises(jaxprs.UnknownJaxError, match="operands are in parts of"):
+        jaxprs.scan_params(shorter)
+
+
+def test_parts_of_a_scan_are_counted_by_leaves():
+    """Nested carries, inputs and constants, some of which JAX takes out of the loop."""
+
+    def nested(x):
+        def step(c, row):
+            return {"a": (c["a"][0] + row["k"], c["a"][1]), "b": c["b"] + x.sum()}, (row["j"], None)
+
+        return lax.scan(step, {"a": (jnp.zeros(4), x), "b": jnp.float32(0)}, {"k": x, "j": x})
+
+    for function in (nested, lambda x: jax.vmap(nested)(jnp.stack([x, x]))):
+        eqn = equation_of("scan", function, X)
+        p = jaxprs.scan_params(eqn)
+        body = jaxprs.open_jaxpr(p.body)
+        carry = slice(p.num_consts, p.num_consts + p.num_carry)
+        assert [v.aval for v in body.invars[carry]] == [v.aval for v in body.outvars[: p.num_carry]]
+        sliced = p.num_consts + p.num_carry
+        assert all(v.aval.shape[0] == p.length == 8 for v in eqn.invars[sliced:])
+
+
+def test_a_body_that_nobody_knows_is_listed_with_its_products():
+    """Its products stay float: that is said, not left to be found out."""
+    jaxpr = jax.make_jaxpr(jax.checkpoint(lambda w: X @ w))(jnp.ones((4, 4)))
+    (eqn,) = jaxpr.eqns
+    other = jex.Primitive("remat9")
+    other.multiple_results = True
+    changed = jaxprs.open_jaxpr(jaxpr).replace(eqns=[eqn.replace(primitive=other)])
+    (listed,) = analyse(changed, [("w", (4, 4))]).opaque
+    assert "remat9 at the model's top level is opaque and runs as it is; it reads w" in listed
+    assert "products inside it are not quantized" in listed
 
 
 @pytest.mark.parametrize(

@@ -39,17 +39,52 @@ EVERY_KIND = pytest.mark.parametrize(
 
 
 @EVERY_KIND
-def test_all_zero_calibration_and_input(kind):
+def test_all_zero_input(kind):
     zeros = np.zeros_like(X)
-    model = quantized(two_layers(bias_initializer="ones"), KINDS[kind], zeros)
+    model = quantized(two_layers(bias_initializer="ones"), KINDS[kind], X)
     assert np.isfinite(np.asarray(model(zeros))).all()
     assert np.isfinite(np.asarray(model(X))).all()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "static" in kind])
+def test_all_zero_calibration_is_refused(kind):
+    model, zeros = two_layers(bias_initializer="ones"), np.zeros_like(X)
+    wanted = np.asarray(model(X))
+    says(
+        lambda: quantized(model, KINDS[kind], zeros),
+        "Calibration saw nothing but zeros at the inputs of 1 of the layers that need a range: "
+        "net/up. With a range of zero they would turn every input to zero.",
+        "Calibrate on data like those of use, exclude these layers (exclude_list), or pass "
+        "strict=False in the config to leave them float.",
+        kind=fewbit.keras.CalibrationError,
+    )
+    assert class_names(model) == ["Dense", "Dense"]
+    lenient = KINDS[kind].replace(strict=False)
+    with pytest.warns(UserWarning, match="nothing but zeros at the inputs of 1 of the layers"):
+        quantized(model, lenient, zeros)
+    assert class_names(model) == ["Dense", "QStaticDense"]
+    assert np.isfinite(np.asarray(model(X))).all() and np.asarray(model(X)).shape == wanted.shape
+
+
+@pytest.mark.parametrize("method", ["absmax", "minmax", "percentile,99", "mse"])
+def test_all_zero_calibration_by_rules(method):
+    rule = fewbit.QuantizationRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=True, act_calibration_method=method
+    )
+    says(
+        lambda: quantized(two_layers(), [rule], np.zeros_like(X)),
+        "at the inputs of 2 of the layers that need a range: net/up, net/down.",
+        "or give these layers a rule of their own, without act_static_scale.",
+        kind=fewbit.keras.CalibrationError,
+    )
+
+
 @EVERY_KIND
 def test_all_zero_kernels(kind):
-    model = quantized(two_layers(kernel_initializer="zeros"), KINDS[kind], X)
-    assert np.array_equal(np.asarray(model(X)), np.zeros((4, 32), "float32"))
+    # With biases, or the second layer would be calibrated on zeros.
+    model = two_layers(kernel_initializer="zeros", bias_initializer="ones")
+    quantized(model, KINDS[kind], X)
+    assert np.array_equal(np.asarray(model(X)), np.ones((4, 32), "float32"))
 
 
 @EVERY_KIND
@@ -157,6 +192,16 @@ def test_calibration_that_runs_nothing(calibration):
     says(
         lambda: fewbit.keras.quantize_model(two_layers(), STATIC, calibration),
         "Calibration never reached 2 of the layers that need a range: net/up, net/down.",
+        "the function has to run the model that it is given, which with inplace=False is a copy",
+        kind=fewbit.keras.CalibrationError,
+    )
+
+
+def test_calibration_that_runs_another_model_than_the_one_it_is_given():
+    model = two_layers()
+    says(
+        lambda: fewbit.keras.quantize_model(model, STATIC, lambda _: model(X), inplace=False),
+        "It reached none at all: the function has to run the model that it is given",
         kind=fewbit.keras.CalibrationError,
     )
 
@@ -388,8 +433,8 @@ def test_registering_how_a_layer_is_called():
     wanted = np.asarray(layer(X, power=2))
     says(
         lambda: fewbit.keras.plan(layer, INT8),
-        "Nothing in power would be quantized. power: it cannot be called on its build shape",
-        "see register_calls",
+        "'power' (Power): it cannot be called on its build shape (TypeError: Power.call() missing",
+        "Say how Power is called, with @fewbit.keras.register_calls(Power)",
     )
 
     @fewbit.keras.register_calls(Power)

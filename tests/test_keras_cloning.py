@@ -52,3 +52,46 @@ def test_a_model_that_cannot_be_made_again_is_named():
     fk.quantize_model(model, fk.DynamicQuantConfig("int8"), progress=False)
     with pytest.raises(ValueError, match="which fewbit.keras.clone_model needs: .*Give the class"):
         fk.clone_model(model)
+
+
+def gated(gate):
+    """As in MobileNetV3: a graph with layers and operations of the same names."""
+    x = keras.Input((8,))
+    h = keras.layers.Add()([keras.layers.Dense(8)(x), keras.layers.Dense(8)(x)])
+    return keras.Model(x, gate([h, keras.ops.relu6(h + 3.0) * (1 / 6)]))
+
+
+class Multiply(keras.layers.Layer):
+    def call(self, pair):
+        return pair[0] * pair[1]
+
+
+@pytest.mark.parametrize("gate", [keras.layers.Multiply, Multiply])
+def test_layers_and_operations_of_one_name(gate):
+    model, x = gated(gate()), np.linspace(-1, 1, 16).reshape(2, 8).astype("float32")
+    wanted = np.asarray(model(x))
+    config = fk.DynamicQuantConfig("int8")
+    twin = fk.quantize_model(model, config, inplace=False, progress=False)
+    assert [type(each).__name__ for each in model.layers[1:3]] == ["Dense", "Dense"]
+    assert [type(each).__name__ for each in twin.layers[1:3]] == ["QDynamicDense"] * 2
+    np.testing.assert_allclose(twin(x), wanted, atol=0.03 * np.abs(wanted).max())
+    np.testing.assert_array_equal(model(x), wanted)
+
+
+def test_operations_survive_a_clone_of_the_quantized_model():
+    model = gated(keras.layers.Multiply())
+    fk.quantize_model(model, fk.DynamicQuantConfig("int8"), progress=False)
+    x = np.linspace(-1, 1, 16).reshape(2, 8).astype("float32")
+    np.testing.assert_array_equal(fk.clone_model(model)(x), model(x))
+
+
+@pytest.mark.long
+def test_a_mobilenet_beside_its_quantized_twin():
+    model = keras.applications.MobileNetV3Small((32, 32, 3), weights=None, classes=5)
+    x = np.random.default_rng(0).uniform(0, 255, (2, 32, 32, 3)).astype("float32")
+    wanted = np.asarray(model(x))
+    config = fk.DynamicQuantConfig("int8")
+    twin = fk.quantize_model(model, config, inplace=False, progress=False)
+    assert sum(type(each).__name__.startswith("QDynamic") for each in twin.layers) > 50
+    np.testing.assert_array_equal(model(x), wanted)
+    np.testing.assert_allclose(twin(x), wanted, atol=0.05)

@@ -6,6 +6,7 @@ import os
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from keras_cases import (
@@ -19,6 +20,7 @@ from keras_cases import (
     says,
 )
 
+import fewbit
 from fewbit.keras import (
     DynamicQuantConfig,
     JaxBaseConfig,
@@ -400,6 +402,7 @@ def test_bad_filters(config_class, field):
         f"{where}: {field} has an entry that is not a regular expression: unterminated character",
     )
     says(make(["*/mlp"]), "Write '.*/mlp'?")
+    says(make([r"(a)\1"]), f"{where}: {field}: the pattern", "cannot be matched within a bound")
     says(make([3]), f"{field} has the int 3, which is no entry", "'Dense'", kind=TypeError)
     says(make([""]), f"{field} has the string ''", kind=TypeError)
     says(make(3), f"{field} must be", "got the int 3", kind=TypeError)
@@ -511,3 +514,14 @@ def test_bad_sums():
     says(lambda: JaxComposableConfig([config, "x"]), "'x', which is no config", kind=TypeError)
     both = config + config
     says(lambda: setattr(both, "weight_dtype", "int8"), "config_list[0]", kind=AttributeError)
+
+
+def test_statistics_of_other_front_ends_are_refused():
+    layer = keras.layers.Dense(2)
+    layer.build((None, 3))
+    says(
+        lambda: fewbit.quantize_model(layer, DynamicQuantConfig(), quant_stats={}),
+        "A Keras model takes no quant_stats",
+        "fewbit.quantize_model(model, config, calib_function)",
+        kind=TypeError,
+    )

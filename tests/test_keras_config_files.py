@@ -117,6 +117,10 @@ def test_files(tmp_path):
     says(lambda: JaxBaseConfig.from_json_file(tmp_path / "broken.json"), "broken.json is not JSON")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
     says(lambda: JaxBaseConfig.from_json_file(tmp_path / "bytes.json"), "no text in UTF-8")
+    os.mkfifo(tmp_path / "pipe.json")
+    says(lambda: JaxBaseConfig.from_json_file(tmp_path / "pipe.json"), "not a file, but a pipe")
+    (tmp_path / "deep.json").write_text("[" * 5000 + "]" * 5000)
+    says(lambda: JaxBaseConfig.from_json_file(tmp_path / "deep.json"), "more than 300 levels deep")
 
 
 def test_a_file_that_cannot_be_written_stays_what_it_was(tmp_path):

@@ -3,11 +3,14 @@
 import ast
 import fnmatch
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from fewbit.jaxprs import FORMS
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "fewbit"
@@ -17,7 +20,19 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # An entry is a module or package directly under fewbit/ (`*` allowed); a new one has to find its
 # place here.
 LAYERS = [
-    ["_version", "_text", "_errors", "_progress", "_atomic", "straight"],
+    [
+        *(
+            "_version",
+            "_versions",
+            "_settings",
+            "_text",
+            "_errors",
+            "_progress",
+            "_atomic",
+            "straight",
+        ),
+        *("_files", "_documents", "_patterns", "_pattern_syntax"),
+    ],
     ["numerics", "_formats"],
     ["packing", "packing_*", "tiling"],
     ["calibration", "_methods", "_how", "_scales", "_statistics", "_histograms"],
@@ -43,6 +58,7 @@ LAYERS = [
         ),
         *(
             "calls",
+            "call_keys",
             "current",
             "decisions",
             "engine",
@@ -59,6 +75,7 @@ LAYERS = [
             "_observers_own",
             "observed",
             "_observed_file",
+            "tails",
             "weight",
             "weight_*",
             "_trainable",
@@ -256,7 +273,96 @@ def patch_faults(source, path):
     return faults
 
 
-@pytest.mark.parametrize("law", [layer_faults, framework_faults, patch_faults])
+# The one file that reads the params of a primitive with a body, and their names; the common words
+# among them mean something else in other dictionaries.
+READER = "jaxprs.py"
+BODY_PARAMS = {name for forms in FORMS.values() for form in forms.values() for name in form}
+COMMON_WORDS = {"name", "mesh", "length", "reverse", "policy", "inline", "unroll", "bwd"}
+
+# Where the version of another library is named, for a person to read or for a file's identity.
+NAMES_VERSIONS = [
+    *("_versions.py", "_commands.py", "_doctor.py", "jaxprs.py", "kernels/_native.py"),
+    *("report_page/_facts.py", "keras/_serial_format.py", "io/_manifest.py"),
+    "io/quantize_checkpoint.py",
+]
+VERSION_FUNCTIONS = {"version", "installed", "is_known"}
+
+
+def asked_key(node):
+    """(dictionary, key) of `d["key"]`, `d.get("key")`, `d.pop("key")` and `"key" in d`."""
+    if isinstance(node, ast.Subscript):
+        return node.value, getattr(node.slice, "value", None)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+        if node.func.attr in ("get", "pop"):
+            return node.func.value, getattr(node.args[0], "value", None)
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        return node.comparators[0], getattr(node.left, "value", None)
+    return None, None
+
+
+def body_param_faults(source, path):
+    """Params of a primitive with a body, read anywhere but in the one reader."""
+    if relative(path) == READER:
+        return []
+    tree, faults = ast.parse(source), []
+    from_params = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ".params" in ast.unparse(node.value)
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
+    for node in ast.walk(tree):
+        holder, key = asked_key(node)
+        if not isinstance(key, str) or key not in BODY_PARAMS:
+            continue
+        text = ast.unparse(holder)
+        if key not in COMMON_WORDS or text.endswith(".params") or text in from_params:
+            faults.append(
+                f"{relative(path)}:{node.lineno}: {ast.unparse(node)} belongs in {READER}"
+            )
+    return faults
+
+
+def reads_version(node):
+    """Whether an expression asks for the version of another library."""
+    if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
+        return root_name(node) != "fewbit"
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).split(".")[-1] in VERSION_FUNCTIONS
+    return False
+
+
+def version_faults(source, path):
+    """Versions of other libraries, decided by anywhere, or named where nobody reads them."""
+    tree, faults = ast.parse(source), []
+    read = [node for node in ast.walk(tree) if reads_version(node)]
+    if not any(fnmatch.fnmatch(relative(path), name) for name in NAMES_VERSIONS):
+        faults += [f"{relative(path)}:{n.lineno}: names a version: {ast.unparse(n)}" for n in read]
+    if relative(path) == "_versions.py":
+        return faults  # it compares in order to say so
+    holds = {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(map(reads_version, ast.walk(node.value)))
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
+    for node in ast.walk(tree):
+        asked = node if isinstance(node, ast.Compare) else getattr(node, "test", None)
+        asked = node.subject if isinstance(node, ast.Match) else asked
+        for part in ast.walk(asked) if asked is not None else ():
+            if reads_version(part) or (isinstance(part, ast.Name) and part.id in holds):
+                faults.append(
+                    f"{relative(path)}:{node.lineno}: decides by a version: {part.lineno}"
+                )
+    return faults
+
+
+LAWS = [layer_faults, framework_faults, patch_faults, body_param_faults, version_faults]
+
+
+@pytest.mark.parametrize("law", LAWS)
 def test_the_package_keeps_the_law(law):
     faults = [fault for path in FILES for fault in law(path.read_text(encoding="utf-8"), path)]
     assert not faults, "\n".join(faults)
@@ -284,6 +390,17 @@ SAMPLES = [
     (patch_faults, "ops/dot.py", "import jax\njax._src.core", "reads jax._src"),
     (patch_faults, "ops/dot.py", "import jax\njax.config.update('a', 1)", "settings"),
     (patch_faults, "ops/dot.py", "from jax import lax\nself.x = lax.dot\nd[lax.p] = 1", None),
+    (body_param_faults, "trace.py", "eqn.params['branches']", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "p = eqn.params\np.get('length')", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "'ft_in' in eqn.params", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "row['length'], eqn.params['permutation']", None),
+    (body_param_faults, "jaxprs.py", "eqn.params['branches']", None),
+    (version_faults, "trace.py", "if jax.__version__ > '0.11': f()", "decides by a version"),
+    (version_faults, "trace.py", "v = jax.__version_info__\nnew = v >= (0, 11)", "decides by"),
+    (version_faults, "io/_manifest.py", "v = version('jax')\nf() if v else g()", "decides by"),
+    (version_faults, "trace.py", "print(jax.__version__)", "names a version"),
+    (version_faults, "io/_manifest.py", "found['jax'] = metadata.version('jax')", None),
+    (version_faults, "trace.py", "fewbit.__version__", None),
 ]
 
 
@@ -359,3 +476,14 @@ def test_every_allowed_skip_names_a_file_that_exists():
         if line.strip() and not line.startswith("#"):
             file = line.partition(" | ")[0].partition("::")[0].strip()
             assert list(ROOT.glob(file)), f"tests/skips.txt lists {file}, which is gone"
+
+
+@pytest.mark.parametrize("name", ["long.txt", "soak.txt"])
+def test_every_listed_test_exists(name):
+    """A pattern that matches nothing lets a renamed test slip back into the quick ones."""
+    for line in (ROOT / "tests" / name).read_text().splitlines():
+        if line and not line.startswith("#"):
+            file, _, test = line.partition("::")
+            test = test.partition(":")[0]
+            names = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
+            assert fnmatch.filter(names, test), line

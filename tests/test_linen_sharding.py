@@ -62,6 +62,42 @@ def test_boxes_sit_on_the_parts(logical):
     assert 0 < relative_error(out, Boxed(logical).apply(variables, X)) < 0.02
 
 
+class FewNames(nn.Module):
+    """Boxes with fewer names than axes: Flax's own DenseGeneral names a kernel before reshaping."""
+
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        wrap = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        init = nn.initializers.lecun_normal()
+        first = "embed" if self.logical else "model"
+        x = nn.DenseGeneral((4, 16), kernel_init=wrap(init, (first, None)), name="heads")(x)
+        x = nn.DenseGeneral(64, (-2, -1), kernel_init=wrap(init, (first,)), name="out")(x)
+        return nn.Dense(64, kernel_init=wrap(init, ()), name="last")(x)
+
+
+@pytest.mark.parametrize("logical", [False, True], ids=["with_partitioning", "logical"])
+def test_boxes_with_fewer_names_than_axes(logical):
+    model = FewNames(logical)
+    ptq, variables, template, quantized = prepared(model)
+    assert len(variables["params"]["heads"]["kernel"].names) == 2
+    assert jax.tree.structure(template) == jax.tree.structure(quantized)
+    first = "embed" if logical else "model"
+    heads, out, last = (quantized[n]["kernel"].array for n in ("heads", "out", "last"))
+    assert heads.qvalue.unbox().shape == (64, 4, 16)
+    assert heads.qvalue.names == (first, None, None) and heads.scale.names == (None, None, None)
+    assert out.qvalue.names == (first, None, None) and out.scale.names == (None, None, None)
+    assert last.qvalue.names == last.scale.names == (None, None)
+    planned = fewbit.quantize_params(variables["params"], fewbit.plan(model, W8A8, X))
+    wanted = model.apply(variables, X)
+    for params in (quantized, planned):
+        assert 0 < relative_error(ptq.apply({"params": params}, X), wanted) < 0.05
+    learns = [fewbit.QtRule(weight_qtype="int8", weight_calibration_method="learned")]
+    trained = fewbit.quantize_model(model, fewbit.QtProvider(learns)).init(KEY, X)["params"]
+    assert trained["heads"]["kernel_qscale"].names == (None, None, None)
+
+
 def test_tiles_keep_the_axis_of_their_parameter():
     rules = [QuantizationRule(weight_qtype="int4", tile_size=32)]
     _, _, _, quantized = prepared(Boxed(), rules)

@@ -14,7 +14,7 @@ from flax import nnx
 from lora_cases import CASES, RANK, SOME, lora, normal
 
 import fewbit
-from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter
+from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter, dtype_name
 
 
 def mlp(params, x):
@@ -279,6 +279,97 @@ def test_configs_that_mean_something_else(saved):
         for name, tensor in tensors.items():
             writer.write(name, tensor)
     assert "cannot be opened" in failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+
+
+def rewritten(folder, change):
+    """The tensors changed, as a file of PEFT's, which carries no config of ours."""
+    arrays = tensors(folder)
+    change(arrays)
+    infos = [(name, dtype_name(array.dtype), array.shape) for name, array in arrays.items()]
+    with SafetensorsWriter(folder / "adapter_model.safetensors", infos, {"format": "pt"}) as writer:
+        for name, array in arrays.items():
+            writer.write(name, array)
+
+
+A = "base_model.model.up.lora_A.weight"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(("int32", "I32"), ("int8", "I8"), ("uint8", "U8"), ("int64", "I64"), ("bool", "BOOL")),
+        *(("complex64", "C64"), ("float8_e4m3fn", "F8_E4M3"), ("float8_e8m0fnu", "F8_E8M0")),
+    ],
+)
+def test_tensors_that_are_no_floats_are_refused(saved, dtype, name):
+    folder, _, plan = saved
+    rewritten(folder, lambda t: t.update({A: np.ones(t[A].shape, jnp.dtype(dtype))}))
+    text = failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+    assert f"tensor '{A}' is {name}, and a LoRA factor is one of F16, BF16, F32, F64" in text
+    assert "adapter_config.json names no scale" in text
+    assert "Convert it with the tool that made it, or save the adapter in bfloat16." in text
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_floats_of_other_widths_are_read(saved, dtype):
+    folder, params, plan = saved
+    rewritten(folder, lambda t: t.update({k: v.astype(jnp.dtype(dtype)) for k, v in t.items()}))
+    found = fewbit.lora.adapters(fewbit.load_adapters(folder, BASE, plan))
+    for name, array in fewbit.lora.adapters(params).items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-2)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e39])
+def test_numbers_that_the_weights_type_cannot_hold(saved, number):
+    folder, _, plan = saved
+
+    def spoil(tensors):
+        tensors[A] = tensors[A].astype(np.float64)
+        tensors[A][1, 2] = number
+
+    rewritten(folder, spoil)
+    text = failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+    assert (
+        f"tensor '{A}' holds 1 numbers that are NaN or infinite as float32, the first at " in text
+    )
+    assert "(1, 2). They would spoil every result." in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"alpha_pattern": {r"(a)\1": 4}}, "has a bad alpha_pattern: the pattern"),
+        (
+            {"alpha_pattern": {"(": 4}},
+            "has a bad alpha_pattern: missing ), unterminated subpattern",
+        ),
+        ({"alpha_pattern": {"x)|(.*": 4}}, "has a bad alpha_pattern: unbalanced parenthesis"),
+        ({"rank_pattern": {r"(a)\1": 4}}, "has a bad rank_pattern: the pattern"),
+        ({"alpha_pattern": {"up": "4"}}, "has no usable alpha_pattern['up']: expected a number"),
+        ({"alpha_pattern": ["up"]}, "has no usable alpha_pattern: expected an object"),
+        ({"r": 10**400}, "has no usable r: expected a positive number, found 1000"),
+        ({"lora_alpha": 1e400}, "has no usable lora_alpha: expected a positive number, found inf"),
+        ({"r": True}, "has no usable r: expected a positive number, found True"),
+    ],
+)
+def test_patterns_and_numbers_of_a_config(saved, changes, sentence):
+    folder, _, plan = saved
+    rewritten(folder, lambda t: None)
+    edit(folder, **changes)
+    assert sentence in failure(lambda: fewbit.load_adapters(folder, BASE, plan))
+
+
+def test_patterns_of_a_config_do_not_run_away(tmp_path):
+    """`re` takes years to find out that these do not match."""
+    _, params, plan = lora(mlp, BASE, X)
+    names = {"up/kernel": "u" * 80, "down/kernel": "down"}
+    fewbit.save_adapters(tmp_path, params, plan, names=names)
+    rewritten(tmp_path, lambda t: None)
+    edit(tmp_path, alpha_pattern={"(u|u)*!": 4, r"(\w+\s?)*!": 3, "(u+)+": 6.0, ".*": 6})
+    same(
+        fewbit.lora.adapters(fewbit.load_adapters(tmp_path, BASE, plan, names=names)),
+        fewbit.lora.adapters(params),
+    )
 
 
 def test_a_config_of_another_save_is_told_with_the_numbers_that_are_right(saved):

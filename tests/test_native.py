@@ -2,17 +2,19 @@
 
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import textwrap
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import pytest
 
 from fewbit import kernels
-from fewbit.kernels import _absmax, _info, _native
+from fewbit.kernels import _absmax, _native
 
 ROOT = pathlib.Path(__file__).parent.parent
 SHAPES = [(1,), (7,), (3, 5), (4, 64), (2, 3, 1000), (0, 4), (4, 0), (1, 1)]
@@ -119,15 +121,26 @@ def test_info_and_doctor_show_a_backend_that_was_asked_for():
 def test_info_prints_what_a_person_asks():
     info = kernels.info()
     lines = str(info).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["native kernels", "CPU", "threads"]
+    wanted = ["native kernels", "CPU", "threads", "silu, sigmoid"]
+    assert [line.partition(":")[0] for line in lines] == wanted
     assert info.isa in ("avx512_vnni", "avx2", "portable")
     assert 1 <= info.threads <= (os.cpu_count() or 1)
 
 
 @needs_native
 def test_library_and_operating_system_agree_on_the_cpu():
+    code = """
+        from fewbit.kernels import _info, _native
+        assert _native.native_part().isa == _info.isa_from_flags(_info._cpu_flags())
+    """
+    unforced = {name: value for name, value in os.environ.items() if name != "FEWBIT_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT, env=unforced, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     forced = os.environ.get("FEWBIT_ISA")
-    assert _native.native_part().isa == (forced or _info.isa_from_flags(_info._cpu_flags()))
+    assert not forced or _native.native_part().isa == forced
 
 
 def run_with_library(value):
@@ -155,6 +168,33 @@ def test_without_the_library_everything_runs_and_the_reason_is_told(tmp_path):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
     assert "does not load" in run_with_library(str(broken))
+
+
+LIBRARY = """
+const char* fewbit_isa() {{ return "portable"; }}
+const char* fewbit_isa_problem() {{ return ""; }}
+const char* fewbit_jaxlib_version() {{ return "99.1"; }}
+int fewbit_ffi_api_major() {{ return {0}; }}
+int fewbit_ffi_api_minor() {{ return {1}; }}
+_Bool fewbit_activation() {{ return 0; }}
+"""
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler on PATH")
+@pytest.mark.parametrize("version", [(0, 99), (7, 0)])
+def test_a_library_for_a_newer_jax_does_not_stop_this_one(tmp_path, version):
+    """JAX registers functions when its backend starts, and does not start with one it refuses."""
+    handlers = "".join(f"void* {name}(void* frame) {{ return 0; }}\n" for name in _native.FUNCTIONS)
+    (tmp_path / "newer.c").write_text(LIBRARY.format(*version) + handlers)
+    library = str(tmp_path / "newer.so")
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", library, "newer.c"],
+        cwd=tmp_path, env={**os.environ, "LD_PRELOAD": ""}, check=True,
+    )  # fmt: skip
+    told = run_with_library(library)
+    assert f"newer.so was built against jaxlib 99.1 (FFI {version[0]}.{version[1]}), and" in told
+    assert f"jaxlib {jaxlib.__version__} (FFI 0." in told
+    assert "Rebuild it: `pip install --force-reinstall --no-deps .`" in told
 
 
 def test_many_threads_may_ask_first():

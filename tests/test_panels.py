@@ -14,7 +14,8 @@ from fewbit._qarray_panels import PanelArray, to_panels, why_no_panels
 from fewbit.numerics import format_of
 from fewbit.packing import to_bit_patterns
 from fewbit.packing_panels import _signed, pack_panels, unpack_panels
-from fewbit.qarray import dequantize, quantize
+from fewbit.qarray import dequantize, pack, quantize
+from fewbit.traced import float_view
 
 INTEGERS = ("int1", "int2", "int3", "int4", "int5", "int6", "int7", "int8")
 TABLES = ("uint4", "uint8", "nf4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
@@ -208,6 +209,21 @@ def test_what_cannot_be_packed_says_why(shape, roles, kwargs, reason):
     assert reason in why_no_panels(q, roles)
     with pytest.raises(ValueError, match=reason):
         to_panels(q, roles)
+
+
+@pytest.mark.parametrize("packed", [lambda q: to_panels(q, "kn"), pack], ids=["panels", "bits"])
+def test_what_a_packed_weight_stands_for_is_told_without_unpacking_it(packed):
+    q = packed(quantize(jnp.linspace(-1, 1, 64 * 64).reshape(64, 64), "int4"))
+    assert q.layout != "plain"
+    views = []
+
+    def look(q):
+        views.append(float_view(q))
+        return q.data
+
+    assert not jax.make_jaxpr(look)(q).eqns
+    for view in (*views, float_view(q)):
+        assert view.shape == (64, 64) and view.dtype == jnp.float32
 
 
 def test_zero_points_are_packed_too():

@@ -294,13 +294,14 @@ def test_static_scales_without_statistics_are_not_silent(tmp_path):
         fewbit.quantize_checkpoint(source, tmp_path / "out", plan)
     with pytest.raises(ValueError, match=lacks):
         check_source(source, plan)
+    weights = fewbit.quantize_params(params, plan, allow_missing_params=True)
     with pytest.raises(ValueError, match=lacks):
-        fewbit.save(tmp_path / "out", fewbit.quantize_params(params, plan), plan)
+        fewbit.save(tmp_path / "out", weights, plan)
     assert not (tmp_path / "out").exists()
     with pytest.warns(UserWarning, match=lacks):
         fewbit.quantize_checkpoint(source, tmp_path / "out", plan, strict=False)
     with pytest.warns(UserWarning, match=lacks):
-        fewbit.save(tmp_path / "saved", fewbit.quantize_params(params, plan), plan, strict=False)
+        fewbit.save(tmp_path / "saved", weights, plan, strict=False)
     assert contents(tmp_path / "out") == contents(tmp_path / "saved")
 
 
@@ -520,7 +521,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     path, plan = source(tmp_path), plan_of()
     fewbit.quantize_checkpoint(path, tmp_path / "whole", plan, NAMES)
     interrupted(tmp_path, monkeypatch, path, plan, after=2)
-    assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out" / "fewbit.json").exists()
+    assert (tmp_path / "out.partial").is_dir() and not (tmp_path / "out").exists()
     made = []
     real = _leaf_stream.stream_leaf
     monkeypatch.setattr(
@@ -530,6 +531,105 @@ def test_a_run_goes_on_where_it_was(tmp_path, monkeypatch):
     fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
     assert made == ["embed", "up/kernel"]  # in the order of the file, the first two were done
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("after", [3, 4])
+@pytest.mark.parametrize("behind", [b"x", b"\0" * 5000])
+def test_bytes_behind_a_finished_shard_are_cut_off(tmp_path, monkeypatch, after, behind):
+    """Of every shard: a run that ended well used to leave a file that could not be loaded."""
+    path, plan = source(tmp_path), plan_of()
+    fewbit.quantize_checkpoint(path, tmp_path / "whole", plan, NAMES, shard_size=2000)
+    if after == 4:  # all is written, nothing has its place
+        refuse = lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("fewbit.io._stream_target.Target.publish", refuse)
+            fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES, shard_size=2000)
+    else:
+        interrupted(tmp_path, monkeypatch, path, plan, after=after, shard_size=2000)
+    shards = sorted((tmp_path / "out.partial").glob("shard-*"))
+    assert len(shards) > 2
+    for shard in shards:
+        shard.write_bytes(shard.read_bytes() + behind)
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES, shard_size=2000)
+    assert fewbit.verify(tmp_path / "out").ok
+    fewbit.load(tmp_path / "out", lazy=False)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_shard_that_somebody_else_writes_to_is_refused(tmp_path, monkeypatch):
+    path, plan = source(tmp_path), plan_of()
+    from fewbit.io import quantize_checkpoint as module
+
+    real = module._finished
+
+    def disturbed(partial, *rest):
+        with open(os.path.join(partial.path, "shard-00001"), "ab") as file:
+            file.write(b"more")
+        return real(partial, *rest)
+
+    monkeypatch.setattr(module, "_finished", disturbed)
+    with pytest.raises(CheckpointError, match="shard-00001 was changed while it was written: expe"):
+        fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    assert contents(tmp_path / "out") == saved(tmp_path, float_params(), plan)
+
+
+def test_the_target_is_not_there_before_it_is_whole(tmp_path, monkeypatch):
+    path, plan = source(tmp_path), plan_of()
+    real, seen = os.rename, []
+
+    def rename(old, new):
+        seen.append((os.path.exists(new), sorted(os.listdir(old))))
+        real(old, new)
+
+    interrupted(tmp_path, monkeypatch, path, plan, after=2)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(os, "rename", rename)
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    assert seen == [(False, sorted(contents(tmp_path / "out")))]
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "out"]
+
+
+def test_a_folder_that_appears_in_the_meantime(tmp_path, monkeypatch):
+    path, plan = source(tmp_path), plan_of()
+    real = os.rename
+
+    def rename(old, new):
+        fewbit.save(tmp_path / "out", {"w": jnp.ones(3)})
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    monkeypatch.undo()
+    assert contents(tmp_path / "out") == saved(tmp_path, float_params(), plan)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_is_published_is_not_written_to_again(tmp_path, monkeypatch):
+    """Killed after the result had its name, before the partial folder was gone."""
+    path, plan = source(tmp_path), plan_of()
+    with monkeypatch.context() as patch:
+        patch.setattr("fewbit.io._partial.Partial.remove", lambda self: None)
+        fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    before = contents(tmp_path / "out")
+    journal = tmp_path / "out.partial" / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:2]))
+    interrupted(tmp_path, monkeypatch, path, plan, after=1)
+    assert contents(tmp_path / "out") == before and fewbit.verify(tmp_path / "out").ok
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    assert contents(tmp_path / "out") == before and not (tmp_path / "out.partial").exists()
+
+
+def test_a_damaged_shard_of_the_same_name_is_replaced(tmp_path):
+    path, plan = source(tmp_path), plan_of()
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    before = contents(tmp_path / "out")
+    (shard,) = (tmp_path / "out").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-7])
+    fewbit.quantize_checkpoint(path, tmp_path / "out", plan, NAMES)
+    assert contents(tmp_path / "out") == before and fewbit.verify(tmp_path / "out").ok
 
 
 @pytest.mark.parametrize("what", ["source", "plan", "names", "seed", "shard_size"])
@@ -663,7 +763,7 @@ def test_a_full_disk(tmp_path):
     _, errors = run.communicate()
     assert run.returncode == 1
     assert "out.partial could not be written (File too large). What is done so far" in errors
-    assert not (tmp_path / "out" / "fewbit.json").exists()
+    assert not (tmp_path / "out").exists()
     arguments = (tmp_path / "a.safetensors", plan_of(wide=WIDE), NAMES)
     fewbit.quantize_checkpoint(arguments[0], tmp_path / "out", *arguments[1:])
     fewbit.quantize_checkpoint(arguments[0], tmp_path / "whole", *arguments[1:])

@@ -17,6 +17,7 @@ NATIVE_TESTS = ROOT / "tests" / "native"
 ELSEWHERE = {
     "tests/test_backend.py": "which backend is chosen and what export says; no kernels of its own",
     "tests/test_keras_memory.py": "measures resident memory, which sanitizers multiply",
+    "tests/test_settings.py": "which library is opened and refused; no kernel runs",
     "tests/test_storing.py": "the bytes that kernels read, which XLA packs; no kernel runs",
 }
 

@@ -226,6 +226,41 @@ def test_nnx(tmp_path, form, rules):
         assert (other(X) == quantized(X)).all()
 
 
+class Tables(nnx.Module):
+    """Arrays that are plain attributes, of JAX and of numpy, beside Variables."""
+
+    def __init__(self, scale, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.scale, self.shift = jnp.full((64,), scale), np.full((64,), scale, np.float32)
+        self.steps = nnx.List([jnp.full((64,), scale)])
+
+    def __call__(self, x):
+        return self.linear(x) * self.scale[None] + self.shift[None] + self.steps[0][None]
+
+
+@pytest.mark.parametrize("quantize", [False, True])
+@pytest.mark.parametrize("form", ["concrete", "abstract", "state"])
+def test_into_an_nnx_model_with_arrays_as_attributes(tmp_path, form, quantize):
+    def make(scale):
+        model = Tables(scale, nnx.Rngs(int(scale)))
+        return fewbit.quantize_model(model, PtqProvider(W8A8), X) if quantize else model
+
+    model = make(3.0)
+    fewbit.save(tmp_path / "m", model)
+    other = make(1.0)
+    if form == "abstract":  # nnx.eval_shape leaks tracers that are plain attributes
+        graph, state = nnx.split(other)
+        other = nnx.merge(graph, jax.eval_shape(lambda: state))
+    template = nnx.state(other) if form == "state" else other
+    found = fewbit.load(tmp_path / "m", into=template).params
+    if form == "state":
+        nnx.update(other, found)
+        found = other
+    assert found.scale[0] == found.shift[0] == found.steps[0][0] == 3
+    assert isinstance(found.shift, np.ndarray) or form == "abstract"
+    assert jnp.array_equal(found(X), model(X))
+
+
 @pytest.mark.parametrize("abstract", [False, True])
 def test_into_an_nnx_model(tmp_path, abstract):
     model = Net(nnx.Rngs(0))

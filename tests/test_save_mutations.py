@@ -1,5 +1,6 @@
 """Mutated checkpoints: an error that says so, or exactly what was saved; never anything else."""
 
+import copy
 import json
 import os
 import random
@@ -104,6 +105,8 @@ def edit(document, rng):
     """Some value of the document replaced, removed, renamed or exchanged."""
     for _ in range(rng.choice([1, 1, 2])):
         spots = list(places(document))
+        if not spots:
+            return
         # The plan is most of the document: look at the rest as often.
         if rng.random() < 0.6 and isinstance(document.get("plan"), dict):
             spots = list(places({k: v for k, v in document.items() if k != "plan"}))
@@ -111,7 +114,7 @@ def edit(document, rng):
         container, key = rng.choice(spots)
         action = rng.randrange(5)
         if action <= 1:
-            container[key] = rng.choice(HOSTILE)
+            container[key] = copy.deepcopy(rng.choice(HOSTILE))
         elif action == 2:
             other, there = rng.choice(spots)
             container[key] = json.loads(json.dumps(other[there]))

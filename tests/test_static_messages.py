@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from helpers import normal
 from test_messages import says
 from test_static_models import KEY, MLP_STATS, Mlp, linen_mlp
@@ -25,7 +26,8 @@ def test_a_site_without_its_scale():
                 "act_static_scale=None in QuantizationRule(",
             ):
                 call(params, X)
-    assert not isinstance(fewbit.quantize_params({"w": W}, made), QuantizedParams)
+    weights = fewbit.quantize_params({"w": W}, made, allow_missing_params=True)
+    assert not isinstance(weights, QuantizedParams)
     other = QuantizedParams(qp.params, {"w:dot_general1": qp.act_scales["w:dot_general0"]})
     with says(ValueError, "There is 'w/dot_general1_lhs_scale', which no Site here has."):
         qf(other, X)
@@ -62,6 +64,29 @@ def test_scales_that_dynamic_rules_would_not_use():
         fewbit.quantize_model(lambda p, x: x @ p["w"], PtqProvider(rules))(qp, X)
     lenient = fewbit.quantize_model(lambda p, x: x @ p["w"], PtqProvider(rules, strict=False))
     assert lenient(qp, X).shape == (4, 5)
+
+
+def test_static_scales_without_statistics():
+    _, _, made = quantized_function()
+    message = "A static activation scale that the rules ask for has no range: "
+    cure = "stats = fewbit.calibrate(model, rules, params, batches)", "allow_missing_params=True"
+    with says(ValueError, message + "w/dot_general0_lhs.", *cure):
+        fewbit.quantize_params({"w": W}, made)
+    _, params, template = linen_mlp()
+    for target in (template, fewbit.plan(Mlp(), [STATIC], X)):
+        with says(ValueError, "2 static activation scales that the rules ask for have no range:"):
+            fewbit.quantize_params(params, target)
+        fewbit.quantize_params(params, target, allow_missing_params=True)
+    with says(ValueError, "A static", "has no range: down/dot_general0_lhs."):
+        fewbit.quantize_params({"down": params["down"]}, template)
+    model = nnx.Linear(6, 5, rngs=nnx.Rngs(0))
+    q = fewbit.quantize_model(model, PtqProvider([STATIC]), X)
+    with says(ValueError, "has no range: dot_general0_lhs."):
+        fewbit.quantize_params(nnx.to_pure_dict(nnx.state(model)), q)
+    # Where there are no numbers yet there is nothing to be wrong.
+    abstract = jax.eval_shape(lambda: {"w": W})
+    assert fewbit.quantize_params(abstract, made)["w"].shape == W.shape
+    assert jax.eval_shape(lambda p: fewbit.quantize_params(p, made), {"w": W})
 
 
 def test_statistics_that_do_not_fit_the_plan():

@@ -75,9 +75,26 @@ def test_an_uncalibrated_model_is_loud():
     ptq, *_ = linen_mlp()
     variables = ptq.init(KEY, X)
     assert jnp.isnan(variables["params"]["up"]["dot_general0_lhs_scale"].array).all()
-    assert jnp.isnan(ptq.apply(variables, X)).all()
+    assert jnp.isnan(jax.jit(ptq.apply)(variables, X)).all()  # nobody can look inside
+    empty = "/dot_general0_lhs_scale' is empty (and 1 more are)"
+    with says(ValueError, empty, "quantize_params(params, plan, stats) for Linen"):
+        ptq.apply(variables, X)
     asymmetric = fewbit.quantize_model(Mlp(), PtqProvider([MINMAX]))
-    assert jnp.isnan(asymmetric.apply(asymmetric.init(KEY, X), X)).all()
+    with says(ValueError, empty):
+        asymmetric.apply(asymmetric.init(KEY, X), X)
+    eager = fewbit.quantize_model(Mlp(), PtqProvider([STATIC], disable_jit=True))
+    with says(ValueError, empty):
+        eager.apply(variables, X)
+
+
+def test_a_fixed_range_is_there_from_the_start():
+    fixed = STATIC.replace(act_calibration_method="fixed,-2,2")
+    ptq = fewbit.quantize_model(Mlp(), PtqProvider([fixed]))
+    variables = ptq.init(KEY, X)
+    assert close(variables["params"]["up"]["dot_general0_lhs_scale"].array, 2 / 127.5)
+    assert jnp.isfinite(ptq.apply(variables, X)).all()
+    q = fewbit.quantize_model(NnxMlp(nnx.Rngs(0)), PtqProvider([fixed]), X)
+    assert jnp.isfinite(q(X)).all()
 
 
 def test_linen_takes_a_part_of_the_tree():
@@ -207,7 +224,15 @@ def test_nnx_keeps_scales_as_params_of_the_module():
     q = fewbit.quantize_model(model, PtqProvider([STATIC]), X)
     scale = q.layers[0].dot_general0_lhs_scale
     assert isinstance(scale, nnx.Param) and scale.get_value().how.rule == STATIC
-    assert jnp.isnan(q(X)).all()  # nothing has filled them
+    assert jnp.isnan(nnx.jit(lambda m, x: m(x))(q, X)).all()  # nothing has filled them
+    for call in (q, q.layers[0]):
+        with says(
+            ValueError,
+            "'layers/0/dot_general0_lhs_scale' is empty",
+            "quantize_model(model, provider, *inputs, quant_stats=stats) for NNX",
+            "act_static_scale=None",
+        ):
+            call(X)
     q = filled(model, NNX_STATS)
     kernels = {
         name: {"kernel": model.layers[i].kernel[...]} for i, name in enumerate(("up", "down"))
@@ -223,6 +248,37 @@ def test_nnx_keeps_scales_as_params_of_the_module():
     assert jnp.isfinite(gradient).all()
     wrt = nnx.DiffState(0, fewbit.float_params())
     assert not jax.tree.leaves(nnx.grad(lambda m, x: m(x).sum(), argnums=wrt)(q, X))
+
+
+def test_nnx_takes_statistics_at_once():
+    model = NnxMlp(nnx.Rngs(0))
+    provider = PtqProvider([STATIC])
+    q = fewbit.quantize_model(model, provider, X, quant_stats=NNX_STATS)
+    assert jnp.array_equal(q(X), filled(model, NNX_STATS)(X))
+    stats = fewbit.calibrate(model, [STATIC], [X])
+    q = fewbit.quantize_model(model, provider, X, quant_stats=stats)
+    assert jnp.array_equal(q(X), filled(model, stats)(X))
+    less = {"layers": {0: NNX_STATS["layers"][0]}}
+    with says(ValueError, "nothing for 1 of the plan's static scales: layers/1/dot_general0_lhs"):
+        fewbit.quantize_model(model, provider, X, quant_stats=less)
+    with says(ValueError, "quant_stats has 'layers/0/dot_general0_lhs'", "no static scale"):
+        dynamic = PtqProvider([STATIC.replace(act_static_scale=None)])
+        fewbit.quantize_model(model, dynamic, X, quant_stats=NNX_STATS)
+    with says(ValueError, "skip_nnx_init=True makes no scales"):
+        fewbit.quantize_model(model, provider, skip_nnx_init=True, quant_stats=stats)
+    trains = fewbit.QtProvider([fewbit.QtRule(weight_qtype="int8", act_qtype="int8")])
+    with says(ValueError, "one that trains collects its own ranges", "got QtProvider"):
+        fewbit.quantize_model(model, trains, X, quant_stats=stats)
+
+
+def test_statistics_go_where_the_parameters_are():
+    for model, kind in ((Mlp(), "Linen module"), (lambda p, x: x @ p["w"], "function")):
+        with says(
+            TypeError,
+            f"quantize_model of a {kind} makes no parameters",
+            "quantize_params(params, fewbit.plan(model, rules, ...), quant_stats)",
+        ):
+            fewbit.quantize_model(model, PtqProvider([STATIC]), quant_stats=MLP_STATS)
 
 
 def test_nnx_abstract_models_and_plans():

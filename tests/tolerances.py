@@ -73,3 +73,6 @@ CODES_AT_TIES = 2e-3
 LORA_SHARDED = 1e-3
 # Loss of a small model after a few steps, nf4 base against float: the base's own rounding.
 QLORA_LOSS = 0.15
+
+# A native op on a mesh against one device, of the largest result: other orders of float32 sums.
+MESH_F32 = 1e-5

@@ -59,7 +59,8 @@ def compare(
     `quantized` is what `quantize_model` made of `model`. Functions and Linen keep parameters
     outside: the float tree is `params`, the quantized one `qparams` (for Linen the parameters, or
     whole variables). `batch` is what the model is called with: one array, a tuple of arguments, or
-    a dict of keyword arguments; `method` another method than `__call__`, `rngs` Linen's.
+    a dict of keyword arguments; `method` another method than `__call__`, `rngs` Linen's or the
+    model's own.
 
     `sweep=False` leaves out the two runs per Site that measure its effect on the output. Results of
     Sites are held against each other in groups of at most `memory` bytes. Neither model is changed.

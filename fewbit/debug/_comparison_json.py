@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import typing
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +48,10 @@ def from_json(text: str) -> Comparison:
     if not isinstance(version, int) or version > VERSION:
         raise ValueError(_MSG_NEWER.format(found=version, known=VERSION))
     try:
-        return _comparison({k: v for k, v in body.items() if k not in ("format", "version")})
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        found = _comparison({k: v for k, v in body.items() if k not in ("format", "version")})
+        _check_types(found)
+        return found
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(_MSG_FIELD.format(error=error)) from error
 
 
@@ -90,6 +93,29 @@ def _comparison(body: Mapping[str, Any]) -> Comparison:
             ),
         }
     )
+
+
+def _check_types(value: Any) -> None:
+    """Raise if a field of a row holds something else than its class says."""
+    for field, kind in typing.get_type_hints(type(value), {**globals()}).items():
+        inner = getattr(value, field)
+        if not _fits(inner, kind):
+            raise TypeError(f"{field} is {describe(inner)}")
+        for item in inner if isinstance(inner, tuple) else (inner,):
+            if dataclasses.is_dataclass(item):
+                _check_types(item)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return type(value) is int
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(v, typing.get_args(kind)[0]) for v in value)
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    return any(_fits(value, one) for one in typing.get_args(kind))
 
 
 def _site(row: Mapping[str, Any]) -> SiteError:

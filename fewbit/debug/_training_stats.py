@@ -85,8 +85,8 @@ def training_stats(
     targets; without it there are no gradients to look at. Gradients are those of the whole model as
     it trains, against those of the float model with the same weights: 20 dB is noise of a tenth.
     `previous` is the last result, for `scale_drift` (0 without it). `method` and `rngs` are those
-    of Linen's `apply`, `quant_stats` what a function's `collecting` returned. Works inside `jit`,
-    where a training loop wants it: outside, each call compiles anew.
+    of Linen's `apply`, or the model's own, `quant_stats` what a function's `collecting` returned.
+    Works inside `jit`, where a training loop wants it: outside, each call compiles anew.
 
     >>> import fewbit
     >>> rules = [fewbit.QtRule(weight_qtype='int4', act_qtype='int8', bwd_qtype='int8')]

@@ -12,10 +12,11 @@ import errno
 import fcntl
 import os
 import secrets
-import stat
 from collections.abc import Iterator
 
+from fewbit._files import NoPlainFile
 from fewbit.io import _manifest
+from fewbit.io._given_files import checkpoint_bytes
 from fewbit.io.errors import CheckpointError
 from fewbit.io.safetensors_file import sync_folder
 
@@ -53,18 +54,13 @@ def manifest_bytes(path: str) -> bytes:
     """The manifest's bytes."""
     file = os.path.join(path, _manifest.FILE)
     try:
-        info = os.stat(file)
-        if not stat.S_ISREG(info.st_mode) or info.st_size > _manifest.MOST_BYTES:
-            raise CheckpointError(file, f"is no manifest ({info.st_size} bytes)")
-        with open(file, "rb") as opened:
-            return opened.read()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(path, _what_else(path)) from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(file, f"cannot be read ({reason})") from error
+        return checkpoint_bytes(file, _manifest.MOST_BYTES)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise CheckpointError(path, _what_else(path)) from None
+        if isinstance(error.__cause__, NoPlainFile):
+            raise CheckpointError(file, f"is no manifest: it {error.__cause__.what}") from None
+        raise
 
 
 def _what_else(path: str) -> str:
@@ -92,6 +88,21 @@ def is_ours(name: str) -> bool:
     """
     known = name.startswith((".fewbit.json", ".weights-")) and _TEMPORARY in name
     return known or _manifest.is_shard(name)
+
+
+def lock_folder(number: int) -> bool:
+    """Whether an opened folder is ours alone. The lock ends with the process, however it ends.
+
+    Some network disks have none; there it is always ours.
+    """
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    return True
 
 
 class Folder:
@@ -131,14 +142,8 @@ class Folder:
             raise
 
     def _take_lock(self) -> None:
-        """The lock ends with the process, however it ends. Some network disks have none."""
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise CheckpointError(self.path, _MSG_BUSY) from None
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+        if not lock_folder(self._lock):
+            raise CheckpointError(self.path, _MSG_BUSY) from None
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:

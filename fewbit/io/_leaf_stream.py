@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit._plan import LeafPlan
+from fewbit._qarray_losses import IN_A_RULE, tell_lost
 from fewbit.io._encoding import KNOWN_DTYPES, encode
 from fewbit.io._slices import (
     SLICE_BYTES,
@@ -30,7 +31,7 @@ from fewbit.io._tree import Leaf, leaf_arrays
 from fewbit.io.errors import CheckpointError
 from fewbit.io.stream_sources import Source
 from fewbit.numerics import format_of
-from fewbit.params import quantize_leaf, warn_clamped
+from fewbit.params import quantize_leaf
 from fewbit.qarray import QArray, get_tile_shape, unpack
 
 BLOCK_BYTES = 64 * 2**20  # read at once where slices do not lie one after another
@@ -88,6 +89,9 @@ def write_ready(leaf: Leaf, append: Append) -> None:
         _append_array(append, tensor, array)
 
 
+_Quantized = tuple[np.ndarray, QArray, tuple[int, float]]  # codes, the rest, what was lost
+
+
 class _Sliced:
     """A quantized parameter, slice by slice; `tiles` and `perm` speak of the source's axes."""
 
@@ -112,6 +116,7 @@ class _Sliced:
         in_order = perm == tuple(range(len(perm)))
         self.straight = cut.axis == 0 and in_order
         self.inverse = tuple(int(i) for i in np.argsort(perm))
+        self.lost, self.largest = 0, 0.0  # scales that do not serve their numbers
 
     def run(self) -> None:
         for number, name in enumerate(self.piece.sources):
@@ -119,7 +124,8 @@ class _Sliced:
             self._layer(name, tuple(int(i) for i in index))
         for tensor, array in zip(self.rest, self.small, strict=True):
             if tensor.name.endswith(".scale"):
-                warn_clamped(array, self.piece.plan.path)
+                said: dict[str, Any] = dict(where=self.piece.plan.path, place=IN_A_RULE)
+                tell_lost(self.lost, array.dtype, all=array.size, largest=self.largest, **said)
             _append_array(self.append, tensor, array)
 
     def _layer(self, name: str, index: tuple[int, ...]) -> None:
@@ -130,7 +136,8 @@ class _Sliced:
             packed = file_shape(shape, self.perm[-1], self.how.qtype)
             buffer = np.empty([packed[axis] for axis in self.perm], stored)
             as_source = buffer.transpose(self.inverse)
-        for begin, end, codes, q in self._slices(name, shape):
+        for begin, end, codes, q, (lost, largest) in self._slices(name, shape):
+            self.lost, self.largest = self.lost + lost, max(self.largest, largest)
             if self.straight:
                 self.append(self.codes.name, _flat(codes))
             else:
@@ -154,9 +161,9 @@ class _Sliced:
 
     def _slices(
         self, name: str, shape: tuple[int, ...]
-    ) -> Iterator[tuple[int, int, np.ndarray, QArray]]:
+    ) -> Iterator[tuple[int, int, np.ndarray, QArray, tuple[int, float]]]:
         """Quantized slices in order; a few are under way at once."""
-        waiting: deque[tuple[int, int, Future[tuple[np.ndarray, QArray]]]] = deque()
+        waiting: deque[tuple[int, int, Future[_Quantized]]] = deque()
         try:
             for begin, end, read in self._reads(name, shape):
                 waiting.append((begin, end, self.pool.submit(self._one, name, begin, end, read)))
@@ -188,15 +195,13 @@ class _Sliced:
                 part = block[_along(len(shape), cut.axis, begin - first, end - first)]
                 yield begin, end, lambda p=part: p  # type: ignore[misc]
 
-    def _one(
-        self, name: str, begin: int, end: int, read: Callable[[], np.ndarray]
-    ) -> tuple[np.ndarray, QArray]:
+    def _one(self, name: str, begin: int, end: int, read: Callable[[], np.ndarray]) -> _Quantized:
         array = _numbers(read())
         axis, dtype = self.cut.axis, self.piece.plan.dtype
         unit = self.tiles[axis] if axis != self.perm[-1] else np.lcm(self.tiles[axis], 8)
         filled = padded(array, self.cut, int(unit))
         how = slice_how(filled.shape, self.tiles, self.how)
-        codes, q, finite = quantize_slice(filled, how, dtype, self.perm[-1])
+        codes, q, finite, (lost, _, largest) = quantize_slice(filled, how, dtype, self.perm[-1])
         if not bool(finite):
             offset = [begin if a == axis else 0 for a in range(array.ndim)]
             raise not_finite(self.source, name, self.piece.plan, array, offset)
@@ -204,7 +209,7 @@ class _Sliced:
         if filled is not array:
             kept = file_shape(array.shape, self.perm[-1], self.how.qtype)
             result = result[tuple(slice(0, n) for n in kept)]
-        return result, q
+        return result, q, (int(lost), float(largest))
 
 
 def _stream_whole(piece: Piece, source: Source, append: Append) -> None:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fewbit._files import LARGE_BYTES
 from fewbit._plan import Plan
 from fewbit._plan_json import how_from_dict, how_to_dict, plan_from_json
 from fewbit._version import __version__
@@ -26,7 +27,7 @@ from fewbit.rules_io import rule_from_dict, rule_to_dict
 
 FILE = "fewbit.json"
 FORMAT, VERSION = "fewbit-checkpoint", 1
-MOST_BYTES = 1 << 30
+MOST_BYTES = LARGE_BYTES
 _ZEROS = "0" * 32
 _HEX = re.compile("[0-9a-f]{32}")
 _SHARD = re.compile(r"weights-\d{5,}-of-\d{5,}-[0-9a-f]{16}\.safetensors")
@@ -173,7 +174,7 @@ class _Reader:
         except CheckpointError:
             raise
         # What rules and plans say of bad values is worth reading; all of it is about the file.
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
             raise CheckpointError(
                 self.path, f"has a bad plan or rule ({cut(error, 200)})"
             ) from None

@@ -12,9 +12,11 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
+from fewbit._files import LARGE_BYTES, NoPlainFile, open_file, read_file
 from fewbit.io import _manifest
+from fewbit.io._folder import lock_folder
 from fewbit.io._safetensors_header import write_header
 from fewbit.io._tree import Leaf, Tensor
 from fewbit.io.errors import CheckpointError
@@ -27,6 +29,10 @@ _MSG_OTHER = "holds an unfinished run of other inputs ({what})"
 _FIX_OTHER = (
     "Run with the same inputs to finish it, or pass resume=False to drop it and start over."
 )
+_MSG_BUSY = "is being written by {who}"
+_FIX_BUSY = "Wait until it has finished, or give another folder."
+_FIX_NO_FILE = "Remove it; what is done so far is kept."
+_MSG_CHANGED = "was changed while it was written"
 _MSG_FAILED = "could not be written ({reason})"
 _FIX_FAILED = "What is done so far is kept there, and the next run goes on from it."
 
@@ -40,49 +46,81 @@ class Partial:
 
     def __init__(
         self,
+        target: str,
         path: str,
         groups: Sequence[Sequence[Tensor]],
         identity: Mapping[str, Any],
         resume: bool,
     ):
-        self.path, self._identity, self._resume = path, dict(identity), resume
+        self.path, self._target = path, target
+        self._identity, self._resume = dict(identity), resume
         self._groups = groups
         self._home = {t.name: number for number, group in enumerate(groups) for t in group}
         self._headers: list[bytes] = []
         self._begins: dict[str, int] = {}
+        self._ends: list[int] = []
         for group in groups:
             entries = [(t.name, t.encoding.stored_dtype, t.encoding.stored_shape) for t in group]
             header, infos = write_header(entries, {"format": _manifest.FORMAT})
             self._headers.append(header)
             self._begins |= {name: info.begin for name, info in infos.items()}
+            self._ends.append(max((info.end for info in infos.values()), default=len(header)))
         self.checksums: dict[str, str] = {}
         self._files: dict[int, int] = {}
-        self._journal = -1
+        self._journal = self._lock = -1
         self._open: tuple[str, Any, int] | None = None  # the tensor that is being written
 
     def __enter__(self) -> Partial:
-        with self._told():
-            if not self._resume and os.path.isdir(self.path):
-                shutil.rmtree(self.path)
-            os.makedirs(self.path, exist_ok=True)
-            known = self._read_journal()
-            self._note_writer()
-            self.checksums = self._checked(known)
-            self._rewrite_journal()
+        try:
+            with self.told():
+                self._take_lock()
+                if not self._resume:
+                    self._empty()
+                known = self._read_journal()
+                self._note_writer()
+                self.checksums = self._checked(known)
+                self._rewrite_journal()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
-        for number in (*self._files.values(), self._journal):
+        for number in (*self._files.values(), self._journal, self._lock):
             if number >= 0:
                 os.close(number)
 
+    def _take_lock(self) -> None:
+        """It ends with the process. A folder that its owner removed meanwhile is made anew."""
+        while self._lock < 0:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.path)
+            lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if not lock_folder(lock):
+                    raise busy(self._target, self.path)
+                if os.path.samestat(os.fstat(lock), os.stat(self.path)):
+                    self._lock = lock
+            except FileNotFoundError:
+                pass
+            finally:
+                if self._lock < 0:
+                    os.close(lock)
+
+    def _empty(self) -> None:
+        for entry in list(os.scandir(self.path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+
     def begin_at(self, leaves: Sequence[Leaf]) -> int:
         """The first leaf that is not complete; what is there of it and behind it is cut off."""
-        for number, leaf in enumerate(leaves):
-            if not all(tensor.name in self.checksums for tensor in leaf.tensors):
-                self._cut_before(leaves[number:])
-                return number
-        return len(leaves)
+        done = 0
+        while done < len(leaves) and all(t.name in self.checksums for t in leaves[done].tensors):
+            done += 1
+        self._cut_before(leaves[done:])
+        return done
 
     def append(self, name: str, data: Any) -> None:
         """Some more bytes of a tensor; tensors come in the order of the file."""
@@ -95,8 +133,8 @@ class Partial:
         view = memoryview(data).cast("B")
         if done + len(view) > size:
             raise ValueError(f"{name}: {done + len(view) - size} bytes more than its shape takes.")
-        with self._told():
-            file = self._file(self._home[name])
+        with self.told():
+            file = self._own(self._home[name])
             place = self._begins[name] + done
             total.update(view)
             while view:
@@ -106,14 +144,19 @@ class Partial:
         if self._open[2] == size:
             self.checksums[name] = total.hexdigest()
             self._open = None
-            with self._told():
+            with self.told():
                 self._write_line({"tensor": name, "checksum": self.checksums[name]})
 
     def shards(self) -> Iterator[tuple[str, int]]:
         """The finished shards, on disk: path and number."""
-        with self._told():
+        with self.told():
             for number in range(len(self._groups)):
                 file = self._file(number)
+                size = os.fstat(file).st_size
+                if size != self._ends[number]:
+                    wanted = f"{self._ends[number]} bytes"
+                    place = self._shard(number)
+                    raise CheckpointError(place, _MSG_CHANGED, expected=wanted, found=size)
                 os.fsync(file)
                 yield self._shard(number), number
             sync_folder(self.path)
@@ -131,21 +174,38 @@ class Partial:
 
     def _file(self, number: int) -> int:
         if number not in self._files:
-            self._files[number] = os.open(
-                self._shard(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666
-            )
+            place, flags = self._shard(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            try:
+                os.close(open_file(place))
+            except FileNotFoundError:
+                pass
+            except NoPlainFile as error:
+                raise CheckpointError(place, error.what, fix=_FIX_NO_FILE) from None
+            self._files[number] = os.open(place, flags | os.O_NOFOLLOW, 0o666)
             header = self._headers[number]
             if os.pread(self._files[number], len(header), 0) != header:
-                os.pwrite(self._files[number], header, 0)
+                os.pwrite(self._own(number), header, 0)
         return self._files[number]
+
+    def _own(self, number: int) -> int:
+        """The shard to write to. One that a checkpoint holds under its own name is copied first."""
+        file = self._file(number)
+        if os.fstat(file).st_nlink > 1:
+            place = self._shard(number)
+            shutil.copyfile(place, place + ".new")
+            os.replace(place + ".new", place)
+            os.close(self._files.pop(number))
+            file = self._file(number)
+        return file
 
     def _read_journal(self) -> dict[str, str]:
         """Tensors that an earlier run of the same inputs completed; a torn last line is none."""
         try:
-            with open(os.path.join(self.path, JOURNAL), encoding="utf-8") as file:
-                lines = file.read().split("\n")
+            lines = read_file(os.path.join(self.path, JOURNAL), LARGE_BYTES).decode().split("\n")
         except (FileNotFoundError, UnicodeDecodeError):
             return {}
+        except NoPlainFile as error:
+            raise CheckpointError(error.path, error.what, fix=_FIX_NO_FILE) from None
         found: dict[str, str] = {}
         for number, line in enumerate(lines[:-1]):
             try:
@@ -154,7 +214,7 @@ class Partial:
                     self._compare(entry["identity"])
                 else:
                     found[str(entry["tensor"])] = str(entry["checksum"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 if isinstance(error, CheckpointError):
                     raise
                 break  # the disk lost what came after a power cut: the truth ends here
@@ -189,13 +249,14 @@ class Partial:
     def _cut_before(self, leaves: Sequence[Leaf]) -> None:
         names = [tensor.name for leaf in leaves for tensor in leaf.tensors]
         self.checksums = {n: c for n, c in self.checksums.items() if n not in set(names)}
-        with self._told():
+        ends = dict(enumerate(self._ends))
+        for name in reversed(names):
+            ends[self._home[name]] = self._begins[name]
+        with self.told():
             self._rewrite_journal()
-            first: dict[int, int] = {}
-            for name in names:
-                first.setdefault(self._home[name], self._begins[name])
-            for number, place in first.items():
-                os.ftruncate(self._file(number), place)
+            for number, end in ends.items():
+                if os.fstat(self._file(number)).st_size > end:
+                    os.ftruncate(self._own(number), end)
 
     def _rewrite_journal(self) -> None:
         if self._journal >= 0:
@@ -203,7 +264,7 @@ class Partial:
         place = os.path.join(self.path, JOURNAL)
         entries: list[Any] = [{"identity": self._identity}]
         entries += [{"tensor": n, "checksum": c} for n, c in self.checksums.items()]
-        with open(place + ".new", "w", encoding="utf-8") as file:
+        with self._anew(JOURNAL + ".new") as file:
             file.writelines(json.dumps(entry) + "\n" for entry in entries)
             file.flush()
             os.fsync(file.fileno())
@@ -216,11 +277,19 @@ class Partial:
             line = line[os.write(self._journal, line) :]
 
     def _note_writer(self) -> None:
-        with open(os.path.join(self.path, WRITER), "w", encoding="utf-8") as file:
+        with self._anew(WRITER) as file:
             file.write(str(os.getpid()))
 
+    def _anew(self, name: str) -> TextIO:
+        """A file of our own, whatever has its name."""
+        place = os.path.join(self.path, name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)
+        return open(place, "x", encoding="utf-8")
+
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
+        """Errors of the disk as errors about this folder."""
         try:
             yield
         except OSError as error:
@@ -230,6 +299,11 @@ class Partial:
             ) from error
 
 
+def busy(target: str, partial: str) -> CheckpointError:
+    """What to tell a second writer."""
+    return CheckpointError(target, _MSG_BUSY.format(who=writer_of(partial)), fix=_FIX_BUSY)
+
+
 def writer_of(path: str) -> str:
     """Words about the process that writes to a partial folder, for whoever finds it busy.
 
@@ -237,7 +311,6 @@ def writer_of(path: str) -> str:
     'another process'
     """
     try:
-        with open(os.path.join(path, WRITER), encoding="utf-8") as file:
-            return f"process {int(file.read())}"
+        return f"process {int(read_file(os.path.join(path, WRITER), 100))}"
     except (OSError, ValueError):
         return "another process"

@@ -17,6 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fewbit._documents import MOST_DEPTH, too_deep
 from fewbit.io.errors import CheckpointError, cut
 
 MOST_HEADER_BYTES = 100_000_000  # as in the format's own library
@@ -173,19 +174,25 @@ def parse_json(path: str, text: bytes, what: str) -> dict[str, Any]:
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(items)
         if len(made) != len(items):
-            names = [name for name, _ in items]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"the key {cut(twice)} stands there twice")
+            seen: set[str] = set()
+            for name, _ in items:
+                if name in seen:
+                    raise ValueError(f"the key {cut(name)} stands there twice")
+                seen.add(name)
         return made
 
     def constant(word: str) -> Any:
         raise ValueError(f"{word} is not JSON")
 
+    # Lists in lists are cheap to write and dear to hold; no file of tensors is made of them.
+    if text.count(b"[") + text.count(b"{") > 10_000 + len(text) // 8:
+        raise CheckpointError(path, f"has a {what} that is not JSON (almost only brackets)")
     try:
         parsed = json.loads(text.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
-        # Half of a surrogate pair can be escaped in JSON, but is no text.
-        repr_of_names = json.dumps(parsed, ensure_ascii=False)
-        repr_of_names.encode("utf-8")
+        if too_deep(parsed):
+            raise ValueError(f"nested more than {MOST_DEPTH} levels deep")
+        if b"\\u" in text:  # half of a surrogate pair can be escaped in JSON, but is no text
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         reason = cut(str(error) or type(error).__name__, 120)
         raise CheckpointError(path, f"has a {what} that is not JSON ({reason})") from None

@@ -19,6 +19,7 @@ import numpy as np
 
 from fewbit._how import slice_how as slice_how
 from fewbit._methods import parse_method
+from fewbit._qarray_losses import lost_groups
 from fewbit.numerics import format_of
 from fewbit.packing import packed_length, to_bit_patterns
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
@@ -77,11 +78,13 @@ def find_cut(
 @functools.partial(jax.jit, static_argnames=("how", "dtype", "pack_axis"))
 def quantize_slice(
     array: jax.Array, how: HowToQuantize, dtype: str, pack_axis: int
-) -> tuple[jax.Array, QArray, jax.Array]:
-    """The codes as they lie in a file, the QArray they belong to, and whether all is finite."""
+) -> tuple[jax.Array, QArray, jax.Array, tuple[jax.Array, ...]]:
+    """The codes as they lie in a file, the QArray they belong to, whether all is finite, and how
+    many scales do not serve their numbers (`lost_groups`)."""
     array = array.astype(dtype)
     q = quantize_with(array, how)
-    return packed_along(q, pack_axis), q.replace(qvalue=None), jnp.isfinite(array).all()
+    codes, finite = packed_along(q, pack_axis), jnp.isfinite(array).all()
+    return codes, q.replace(qvalue=None), finite, lost_groups(array, q.scale, how)
 
 
 def packed_along(q: QArray, axis: int) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fewbit.io.errors import cut
 from fewbit.io.foreign_kernels import Foreign, Kernel, centred, kernel
 from fewbit.io.foreign_words import unpack_words
 
@@ -21,7 +22,7 @@ BITS = (4,)
 PARTS = ("qweight", "qzeros", "scales")
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
-_MSG_VERSION = "is AWQ of the version {found!r}, and 'gemm' is read, which most are"
+_MSG_VERSION = "is AWQ of the version {found}, and 'gemm' is read, which most are"
 _FIX_VERSION = "Convert it with the tool that made it (AutoAWQ: version='GEMM')."
 
 
@@ -35,6 +36,10 @@ def part_of(name: str) -> tuple[str, str] | None:
     return (f"{module}.weight".lstrip("."), part) if part in PARTS else None
 
 
+def check(config: Mapping[str, Any], path: str) -> None:
+    """Nothing here has parts of its own."""
+
+
 def describe(config: Mapping[str, Any]) -> str:
     """The format in a few words."""
     bits, group = _either(config, "bits", "w_bit"), _either(config, "group_size", "q_group_size")
@@ -43,9 +48,10 @@ def describe(config: Mapping[str, Any]) -> str:
 
 def read(weight: Foreign) -> Kernel:
     """One weight as an `[in, out]` QArray of signed codes."""
+    weight.only_one_of("qweight", "weight")
     config = weight.config
     if _version(config) != "gemm":
-        raise weight.error(_MSG_VERSION.format(found=_version(config)), fix=_FIX_VERSION)
+        raise weight.error(_MSG_VERSION.format(found=cut(_version(config))), fix=_FIX_VERSION)
     bits = weight.check_bits(_either(config, "bits", "w_bit"), BITS)
     qweight, scales = weight.need_matrix("qweight", "int32"), weight.need_scales("scales")
     rows, columns = qweight.shape[0], qweight.shape[1] * 32 // bits

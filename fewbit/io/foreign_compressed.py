@@ -12,14 +12,15 @@ The number is `(code - zero_point) * scale`.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from fewbit.io.errors import cut
 from fewbit.io.foreign_fp8 import TYPES, scaled_floats
 from fewbit.io.foreign_kernels import Foreign, Kernel, by_group_index, centred
+from fewbit.io.foreign_settings import an_object, bad_setting, begins_like, check_pattern, two_sizes
 from fewbit.io.foreign_words import unpack_words
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -28,9 +29,15 @@ FORMATS = (
     *("dense", "mixed-precision"),
 )
 PARTS = ("packed", "scale", "zero_point", "g_idx", "shape")
+# What the tensors of a format are; the other formats hold several kinds.
+_KINDS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": "float"}
+_UNPACKED = ("int-quantized", "float-quantized", "naive-quantized")
 
-_MSG_FORMAT = "is compressed-tensors of the format {found!r}, and these are read: {known}"
-_MSG_SPARSE = "is also compressed as sparse ({found!r}), which is not read"
+_MSG_FORMAT = "is compressed-tensors of the format {found}, and these are read: {known}"
+_MSG_SPARSE = "is also compressed as sparse ({found}), which is not read"
+_MSG_ZERO_POINTS = "cannot be read: its zero points are no codes"
+_MSG_FLOAT_ZERO = "cannot be read: its codes are floats, and it has zero points that are not zero"
+_FIX_ZERO_POINTS = "Fetch the file again, or quantize the float checkpoint anew."
 _FIX_FORMAT = (
     "Decompress it with the tool that made it and quantize the float checkpoint: "
     "fewbit.quantize_checkpoint."
@@ -49,11 +56,26 @@ def part_of(name: str) -> tuple[str, str] | None:
     return None
 
 
+def check(config: Mapping[str, Any], path: str) -> None:
+    """Raise if a setting is not of the kind that it should be."""
+    an_object(path, "sparsity_config", config.get("sparsity_config"))
+    for key, group in an_object(path, "config_groups", config.get("config_groups")).items():
+        where = f"config_groups.{key}"
+        group = an_object(path, where, group)
+        weights = an_object(path, f"{where}.weights", group.get("weights"))
+        two_sizes(path, f"{where}.weights.block_structure", weights.get("block_structure"))
+        targets = group.get("targets") or []
+        if not isinstance(targets, list | tuple) or not all(isinstance(t, str) for t in targets):
+            raise bad_setting(path, f"{where}.targets", "a list of names", targets)
+        for target in targets:
+            if target.startswith("re:"):
+                check_pattern(path, f"{where}.targets", target.removeprefix("re:"))
+
+
 def describe(config: Mapping[str, Any]) -> str:
     """The format in a few words."""
     kinds = []
-    for scheme in (config.get("config_groups") or {}).values():
-        weights = scheme.get("weights") or {}
+    for _, weights in _schemes(config):
         size = weights.get("group_size")
         groups = f", groups of {size}" if size else f", per {weights.get('strategy', 'tensor')}"
         kinds.append(f"{weights.get('type', 'int')}{weights.get('num_bits')}{groups}")
@@ -62,16 +84,17 @@ def describe(config: Mapping[str, Any]) -> str:
 
 def read(weight: Foreign) -> Kernel:
     """One weight as an `[in, out]` QArray."""
-    _check_format(weight)
-    settings = _settings(weight)
+    weight.only_one_of("packed", "weight")
+    where, settings = _settings(weight)
+    _check_format(weight, where, settings)
     if "packed" in weight.parts:
         return _packed(weight, settings)
-    codes = weight.need("weight", "int8", *TYPES)
+    codes = weight.need("weight")
     if codes.dtype != np.int8:
+        _refuse_zero_points(weight)
         block = settings.get("block_structure")
-        if isinstance(block, str):  # older files write '128x128'
-            block = [int(n) for n in block.split("x")]
-        return Kernel(scaled_floats(weight, codes, "scale", block))
+        return Kernel(scaled_floats(weight, codes, "scale", two_sizes(weight.path, "", block)))
+    codes = weight.need_matrix("weight")
     weight.check_bits(settings.get("num_bits", 8), BITS)
     group, scale = _spread(weight, "scale", codes.shape, settings)
     zeros = None
@@ -97,7 +120,16 @@ def _packed(weight: Foreign, settings: Mapping[str, Any]) -> Kernel:
         zeros = unpack_words(zeros, bits, scale.shape[0], axis=0)
     elif zeros is not None:
         zeros = _spread(weight, "zero_point", (out, rows), settings, "int8")[1]
-        zeros = (zeros.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
+        half = 1 << (bits - 1)
+        low, high = (int(zeros.min()), int(zeros.max())) if zeros.size else (0, 0)
+        if low < -half or high >= half:
+            raise weight.error(
+                _MSG_ZERO_POINTS,
+                expected=f"{-half} to {half - 1} for {bits} bits",
+                found=f"{low} to {high}",
+                fix=_FIX_ZERO_POINTS,
+            )
+        zeros = (zeros.astype(np.int16) + half).astype(np.uint8)
     codes, points = centred(unpack_words(packed, bits, rows), zeros, bits)
     points = None if points is None else points.T
     return by_group_index(weight, codes.T, scale.T, points, group, f"int{bits}")
@@ -119,31 +151,62 @@ def _spread(
     return group, array
 
 
-def _check_format(weight: Foreign) -> None:
-    found = weight.config.get("format", "dense")
-    if found not in FORMATS:
-        what = _MSG_FORMAT.format(found=found, known=", ".join(FORMATS))
+def _check_format(weight: Foreign, where: str, settings: Mapping[str, Any]) -> None:
+    said = weight.config.get("format", "dense")
+    if said not in FORMATS:
+        what = _MSG_FORMAT.format(found=cut(said), known=", ".join(FORMATS))
         raise weight.error(what, fix=_FIX_FORMAT)
     sparse = (weight.config.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":
-        raise weight.error(_MSG_SPARSE.format(found=sparse), fix=_FIX_FORMAT)
+        raise weight.error(_MSG_SPARSE.format(found=cut(sparse)), fix=_FIX_FORMAT)
+    part = "packed" if "packed" in weight.parts else "weight"
+    if part == "packed" and said in _UNPACKED:
+        raise weight.contradicts("packed", "format", said, "write 'pack-quantized' there")
+    known = ("int32",) if part == "packed" else ("int8", *TYPES)
+    dtype = weight.need(part, *known).dtype.name
+    kind = "float" if dtype in TYPES else "int"
+    if kind != _KINDS.get(said, kind):
+        fix = f"write '{kind}-quantized' there"
+        raise weight.contradicts(dtype, "format", said, fix)
+    said = settings.get("type", kind)
+    if said != kind:
+        raise weight.contradicts(dtype, f"{where}.type", said, f"write {kind!r} there")
+    if kind == "float" and settings.get("num_bits", 8) != 8:
+        found = settings["num_bits"]
+        raise weight.contradicts(dtype, f"{where}.num_bits", found, "write 8 there")
 
 
-def _settings(weight: Foreign) -> Mapping[str, Any]:
-    """The settings of the group that the module belongs to."""
-    groups = list((weight.config.get("config_groups") or {}).values())
-    module = weight.name.removesuffix(".weight")
-    for group in groups:
-        if any(_targets(target, module) for target in group.get("targets") or ()):
-            return group.get("weights") or {}
+def _refuse_zero_points(weight: Foreign) -> None:
+    """Codes that are floats have none; older tools store zeros nevertheless."""
+    zeros = weight.parts.get("zero_point")
+    if zeros is not None and bool(np.asarray(zeros, np.float32).any()):
+        raise weight.error(_MSG_FLOAT_ZERO, fix=_FIX_ZERO_POINTS)
+
+
+def _schemes(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The place and the settings for weights of each group."""
+    for key, group in (config.get("config_groups") or {}).items():
+        yield f"config_groups.{key}.weights", (group or {}).get("weights") or {}
+
+
+def _settings(weight: Foreign) -> tuple[str, Mapping[str, Any]]:
+    """The settings of the group that the module belongs to, and their place in the config."""
+    groups = (weight.config.get("config_groups") or {}).values()
+    targets = [(group or {}).get("targets") or () for group in groups]
+    schemes = list(zip(targets, _schemes(weight.config), strict=True))
+    for names, found in schemes:
+        if any(_targets(target, weight.module) for target in names):
+            return found
     # What is left are names of classes ('Linear'), which tensors do not tell.
-    classes = [g for g in groups if any(_is_class(t) for t in g.get("targets") or ())]
-    return (classes[0].get("weights") or {}) if classes else {}
+    for names, found in schemes:
+        if any(map(_is_class, names)):
+            return found
+    return "config_groups", {}
 
 
 def _targets(target: str, module: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
+        return begins_like(target.removeprefix("re:"), module)
     return target == module
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from fewbit.io import foreign_awq, foreign_compressed, foreign_fp8, foreign_gptq
+from fewbit.io._given_files import read_object
 from fewbit.io.errors import CheckpointError, cut
 
 FORMATS: dict[str, ModuleType] = {
@@ -26,7 +26,7 @@ _FIX_UNKNOWN = (
     "Dequantize it with the tool that made it and quantize the float checkpoint: "
     "fewbit.quantize_checkpoint(src, dst, plan)."
 )
-_MSG_JSON = "is no JSON ({reason})"
+_MSG_NO_CONFIG = f"has none of {', '.join(CONFIG_FILES)}"
 _MSG_SETTINGS = "has a quantization_config that is no object ({found})"
 
 
@@ -40,15 +40,17 @@ def read_config(place: str, *, named: bool = False) -> dict[str, Any] | None:
         return _settings(place)
     for name in CONFIG_FILES:
         path = os.path.join(place, name)
-        if os.path.isfile(path):
+        if os.path.exists(path):
             found = _settings(path)
             if any(found.get(key) for key in _KEYS):
                 return found
+    if named and not any(os.path.exists(os.path.join(place, name)) for name in CONFIG_FILES):
+        raise CheckpointError(place, _MSG_NO_CONFIG)
     return None
 
 
 def _settings(path: str) -> dict[str, Any]:
-    found = _json(path)
+    found = read_object(path)
     name = os.path.basename(path)
     if name in CONFIG_FILES[1:] and not any(found.get(key) for key in _KEYS):
         method = "gptq" if name == "quantize_config.json" else "awq"
@@ -79,14 +81,3 @@ def quantization_of(
         what = _MSG_UNKNOWN.format(found=cut(settings.get("quant_method")), known=known)
         raise CheckpointError(path, what, fix=_FIX_UNKNOWN)
     return method, settings
-
-
-def _json(path: str) -> dict[str, Any]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(path, _MSG_JSON.format(reason=cut(error, 100))) from None
-    if not isinstance(found, dict):
-        raise CheckpointError(path, _MSG_JSON.format(reason="not an object"))
-    return found

@@ -16,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit.io.foreign_kernels import Foreign, Kernel
+from fewbit.io.foreign_settings import two_sizes
 from fewbit.qarray import QArray
 
 TYPES = ("float8_e4m3fn", "float8_e5m2")
+_FMT = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 
 
 def part_of(name: str) -> tuple[str, str] | None:
@@ -34,22 +36,42 @@ def part_of(name: str) -> tuple[str, str] | None:
     return None
 
 
+def check(config: Mapping[str, Any], path: str) -> None:
+    """Raise if a setting is not of the kind that it should be."""
+    two_sizes(path, "weight_block_size", config.get("weight_block_size"))
+
+
 def describe(config: Mapping[str, Any]) -> str:
     """The format in a few words."""
-    block = config.get("weight_block_size")
+    block = two_sizes("config.json", "weight_block_size", config.get("weight_block_size"))
     return "fp8, " + (f"blocks of {'x'.join(map(str, block))}" if block else "a scale per tensor")
 
 
 def read(weight: Foreign) -> Kernel:
     """One weight as a `[..., in, out]` QArray."""
+    weight.only_one_of("scale", "scale_inv")
     part = "scale" if "scale" in weight.parts else "scale_inv"
-    codes = weight.need("weight", *TYPES)
-    return Kernel(scaled_floats(weight, codes, part, weight.config.get("weight_block_size")))
+    codes = weight.need("weight")
+    if codes.dtype.name not in TYPES:
+        fix = "write the quant_method that made this file"
+        raise weight.contradicts(codes.dtype.name, "quant_method", "fp8", fix)
+    said = weight.config.get("fmt")
+    if isinstance(said, str) and _FMT.get(said.lower(), codes.dtype.name) != codes.dtype.name:
+        raise weight.contradicts(codes.dtype.name, "fmt", said, f"write {_other(said)!r} there")
+    block = two_sizes(weight.path, "weight_block_size", weight.config.get("weight_block_size"))
+    return Kernel(scaled_floats(weight, codes, part, block))
 
 
-def scaled_floats(weight: Foreign, codes: np.ndarray, part: str, block: Any) -> QArray:
+def _other(fmt: str) -> str:
+    return next(name for name in _FMT if name != fmt.lower())
+
+
+def scaled_floats(
+    weight: Foreign, codes: np.ndarray, part: str, block: tuple[int, int] | None
+) -> QArray:
     """Float codes with a scale for the tensor, for each output, or for each block."""
     scale = weight.need_scales(part)
+    weight.need_axes("weight", codes)
     tiles: tuple[tuple[int, int], ...] = ()
     *stack, out, rows = codes.shape
     if scale.size == 1:
@@ -57,7 +79,7 @@ def scaled_floats(weight: Foreign, codes: np.ndarray, part: str, block: Any) -> 
     elif scale.shape == (*stack, out):
         scale = scale[..., None]
     if scale.size > 1 and block and scale.shape != (*stack, out, 1):
-        high, wide = (int(n) for n in block)
+        high, wide = block
         why = f"a weight of {out}x{rows} in blocks of {high}x{wide}"
         weight.check_shape(part, scale, (*stack, -(-out // high), -(-rows // wide)), why)
         sizes = zip(scale.shape[-2:], ((-2, high, out), (-1, wide, rows)), strict=True)

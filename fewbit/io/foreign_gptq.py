@@ -10,13 +10,14 @@ The number is `(code - zero) * scale`. 3-bit codes run through three words as on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from fewbit.io.errors import cut
 from fewbit.io.foreign_kernels import Foreign, Kernel, by_group_index, centred
+from fewbit.io.foreign_settings import an_object, begins_like, check_pattern
 from fewbit.io.foreign_words import unpack_stream
 
 BITS = (2, 3, 4, 8)
@@ -24,7 +25,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _V1 = ("gptq", None)
 _V2 = ("gptq_v2",)
 
-_MSG_FORMAT = "is GPTQ stored as {found!r}, and 'gptq' and 'gptq_v2' are read"
+_MSG_FORMAT = "is GPTQ stored as {found}, and 'gptq' and 'gptq_v2' are read"
 _FIX_FORMAT = "Save it again in one of them (GPTQModel: format='gptq')."
 
 # What turns stored zero points into zero points, added to whole words as GPTQModel does: its own
@@ -49,6 +50,14 @@ def part_of(name: str) -> tuple[str, str] | None:
     return (f"{module}.weight".lstrip("."), part) if part in PARTS else None
 
 
+def check(config: Mapping[str, Any], path: str) -> None:
+    """Raise if a setting is not of the kind that it should be."""
+    an_object(path, "meta", config.get("meta"))
+    for pattern, changes in an_object(path, "dynamic", config.get("dynamic")).items():
+        check_pattern(path, "dynamic", _bare(pattern))
+        an_object(path, f"dynamic[{cut(pattern)}]", changes)
+
+
 def describe(config: Mapping[str, Any]) -> str:
     """The format in a few words."""
     version = "v2" if config.get("checkpoint_format") in _V2 else "v1"
@@ -60,9 +69,10 @@ def describe(config: Mapping[str, Any]) -> str:
 
 def read(weight: Foreign) -> Kernel:
     """One weight as an `[in, out]` QArray of signed codes."""
+    weight.only_one_of("qweight", "weight")
     version = weight.config.get("checkpoint_format")
     if version not in (*_V1, *_V2):
-        raise weight.error(_MSG_FORMAT.format(found=version), fix=_FIX_FORMAT)
+        raise weight.error(_MSG_FORMAT.format(found=cut(version)), fix=_FIX_FORMAT)
     settings = _settings(weight)
     bits = weight.check_bits(settings.get("bits"), BITS)
     qweight, qzeros = weight.need_matrix("qweight", "int32"), weight.need("qzeros", "int32")
@@ -91,14 +101,20 @@ def _zeros(words: np.ndarray, bits: int, count: int, config: Mapping[str, Any]) 
 
 
 def _made_by_gptqmodel(config: Mapping[str, Any]) -> bool:
-    meta = config.get("meta") or {}
+    meta = an_object("config.json", "meta", config.get("meta"))
     return "gptqmodel" in str(meta.get("quantizer", "")).lower()
 
 
 def _settings(weight: Foreign) -> Mapping[str, Any]:
     """The module's own width and groups, where `dynamic` gives it some."""
-    module = weight.name.removesuffix(".weight")
     for pattern, changes in (weight.config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), module):
-            return {**weight.config, **changes}
+        if begins_like(_bare(pattern), weight.module):
+            if pattern.startswith("-:"):
+                fix = "leave the pattern out"
+                raise weight.contradicts("quantized", "dynamic", pattern, fix)
+            return {**weight.config, **(changes or {})}
     return weight.config
+
+
+def _bare(pattern: str) -> str:
+    return pattern[2:] if pattern.startswith(("-:", "+:")) else pattern

@@ -10,20 +10,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from fewbit.io.errors import CheckpointError, cut
+from fewbit.io.foreign_settings import WHERE
 from fewbit.numerics import format_of
 from fewbit.qarray import QArray
 
 _MSG_MISSING = "is quantized with {method}, but {part} is missing; the checkpoint has {found}"
 _MSG_SHAPE = "cannot be read: {part} does not fit {why}"
 _MSG_DTYPE = "cannot be read: {part} has another type"
-_MSG_BITS = "has {bits!r} bits, and {method} is read with {known}"
+_MSG_BITS = "has {bits} bits, and {method} is read with {known}"
 _MSG_NOT_FINITE = (
     "cannot be read: {part} holds {count} that {are} NaN or infinite, the first at index {index}: "
     "{value}"
 )
 _MSG_GROUP = "cannot be read: its groups are of {found} inputs"
+_MSG_CONTRADICTS = "is {found}, but {where}.{key} in config.json says {said}"
+_MSG_BOTH = "is there twice, as {first} and as {second}"
 _FIX_MISSING = "Fetch all files of the checkpoint again; a shard or the index is not whole."
 _FIX_OTHER = "Check that config.json and these files belong together."
+_FIX_CONTRADICTS = (
+    "If the config is wrong, {fix}; if it is right, the file is of another checkpoint: fetch both "
+    "again."
+)
+_FIX_BOTH = "Take the one that is left over out of the file, or fetch the checkpoint again."
 _FIX_NOT_FINITE = (
     "Every number that shares such a scale would be NaN. Fetch the file again, or quantize the "
     "float checkpoint anew."
@@ -52,6 +60,22 @@ class Foreign:
     def error(self, what: str, **more: Any) -> CheckpointError:
         """An error about this weight."""
         return CheckpointError(self.path, what, tensor=self.name, **more)
+
+    def contradicts(self, found: str, key: str, said: Any, fix: str) -> CheckpointError:
+        """An error: the tensor is one thing, and a key of the config says another."""
+        what = _MSG_CONTRADICTS.format(found=found, where=WHERE, key=key, said=cut(said))
+        return self.error(what, fix=_FIX_CONTRADICTS.format(fix=fix))
+
+    def only_one_of(self, *parts: str) -> None:
+        """Raise if a weight is there in two forms."""
+        found = [part for part in parts if part in self.parts]
+        if len(found) > 1:
+            raise self.error(_MSG_BOTH.format(first=found[0], second=found[1]), fix=_FIX_BOTH)
+
+    @property
+    def module(self) -> str:
+        """The name of the weight's module, as configs match it."""
+        return self.name.removesuffix(".weight")
 
     def need(self, part: str, *dtypes: str) -> np.ndarray:
         """A part of one of the dtypes; a missing one raises."""
@@ -97,28 +121,32 @@ class Foreign:
 
     def check_bits(self, bits: Any, known: tuple[int, ...]) -> int:
         """The width, if it is one that is read."""
-        if bits not in known:
+        if type(bits) is not int or bits not in known:
             words = ", ".join(map(str, known))
-            what = _MSG_BITS.format(bits=bits, method=self.method, known=words)
+            what = _MSG_BITS.format(bits=cut(bits), method=self.method, known=words)
             raise self.error(what, fix=_FIX_BITS)
         return int(bits)
 
     def check_group(self, size: Any, rows: int) -> int:
         """The inputs that share a scale; -1 and None are all of them."""
-        if size in (-1, None):
+        if size is None or (type(size) is int and size == -1):
             return rows
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise self.error(_MSG_GROUP.format(found=cut(size)), fix=_FIX_OTHER)
         return size
 
     def need_matrix(self, part: str, *dtypes: str) -> np.ndarray:
         """A part with two axes."""
         array = self.need(part, *dtypes)
-        if array.ndim != 2:
+        self.need_axes(part, array, "two axes")
+        return array
+
+    def need_axes(self, part: str, array: np.ndarray, words: str = "two axes or more") -> None:
+        """Raise for arrays that are no matrix, or no stack of such."""
+        if array.ndim < 2 or (words == "two axes" and array.ndim > 2):
             what = _MSG_SHAPE.format(part=part, why="a weight")
             shape = tuple(array.shape)
-            raise self.error(what, expected="two axes", found=shape, fix=_FIX_OTHER)
-        return array
+            raise self.error(what, expected=words, found=shape, fix=_FIX_OTHER)
 
 
 @dataclass(frozen=True)
@@ -182,10 +210,11 @@ def by_group_index(
     gives every row its own scale, in place, and `'sort'` sorts the rows by group, so that groups
     stay groups, and hands the order of the inputs along.
     """
-    index = weight.parts.get("g_idx")
-    if index is None or bool((index < 0).all()):  # -1 throughout: not used
+    if "g_idx" not in weight.parts:
         return Kernel(kernel(codes, scale, zeros, qtype, group))
-    weight.need("g_idx", "int32", "int64")
+    index = weight.need("g_idx", "int32", "int64")
+    if index.size and bool((index < 0).all()):  # -1 throughout: not used
+        return Kernel(kernel(codes, scale, zeros, qtype, group))
     weight.check_shape("g_idx", index, (codes.shape[0],), "the inputs, one group for each")
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= scale.shape[0]:

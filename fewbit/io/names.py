@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fewbit._patterns import Pattern, PatternError, compile_pattern
 from fewbit.io.errors import CheckpointError
 
 _NUMBER = re.compile(r"\{([a-zA-Z_]\w*)\}")
@@ -37,6 +38,7 @@ _FIX_TWICE = "Change names=... so that each gets a path of its own, or leave one
 _MSG_UNUSED = (
     "names: nothing in the checkpoint matches {pattern!r}.{near} Its names are like {some}."
 )
+_MSG_NAME = "cannot be mapped by names ({reason})"
 _MSG_GAP = "has no {name!r}, which {target!r} stacks"
 
 
@@ -45,7 +47,7 @@ class NameRule:
     """One entry of `names`, compiled."""
 
     pattern: str
-    compiled: re.Pattern[str]
+    compiled: Pattern
     replacement: str | None
     axes: str | tuple[int, ...] | None
     stacked: tuple[str, ...]  # the numbers that become leading axes, outermost first
@@ -93,7 +95,10 @@ def map_names(
     grids: dict[str, dict[tuple[int, ...], str]] = {}
     axes: dict[str, Any] = {}
     for source in sources:
-        found = _mapped(source, rules, known)
+        try:
+            found = _mapped(source, rules, known)
+        except ValueError as error:  # a number of thousands of digits, a name of thousands of words
+            raise CheckpointError(path, _MSG_NAME.format(reason=error), tensor=source) from None
         if found is None:
             continue
         target, index, rule = found
@@ -154,18 +159,20 @@ def _compiled(number: int, entry: Any) -> NameRule:
     if replacement is not None and not isinstance(replacement, str):
         raise TypeError(_MSG_ENTRY.format(number=number, found=entry))
     try:
-        compiled = re.compile(_NUMBER.sub(lambda m: rf"(?P<{m[1]}>\d+)", pattern))
+        compiled = compile_pattern(_NUMBER.sub(lambda m: rf"(?P<{m[1]}>\d+)", pattern))
+    except PatternError as error:
+        raise ValueError(f"names: {error}.") from None
     except re.error as error:
         raise ValueError(_MSG_PATTERN.format(pattern=pattern, reason=error)) from None
     kept = set(_NUMBER.findall(replacement or ""))
-    unknown = kept - set(compiled.groupindex)
+    unknown = kept - set(compiled.compiled.groupindex)
     if unknown:
         reason = f"it has no {{{unknown.pop()}}}"
         raise ValueError(
             _MSG_REPLACEMENT.format(replacement=replacement, pattern=pattern, reason=reason)
         )
     if replacement is not None:
-        replacement = _renumbered(pattern, replacement, compiled)
+        replacement = _renumbered(pattern, replacement, compiled.compiled)
     stacked = tuple(name for name in _NUMBER.findall(pattern) if name not in kept)
     axes = _axes(pattern, parts[2]) if len(parts) == 3 else None
     return NameRule(pattern, compiled, replacement, axes, () if replacement is None else stacked)

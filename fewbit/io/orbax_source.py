@@ -10,8 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from fewbit._files import LARGE_BYTES
 from fewbit.calls import key_name
+from fewbit.io._given_files import open_checkpoint_file
 from fewbit.io.errors import CheckpointError, cut
+
+# What Orbax reads whole and parses as JSON.
+_DOCUMENTS = ("_METADATA", "_CHECKPOINT_METADATA", "_sharding", ".zarray", "zarr.json")
 
 _MSG_NEEDS = "is an Orbax checkpoint, and orbax-checkpoint is not installed"
 _FIX_NEEDS = "pip install orbax-checkpoint."
@@ -30,6 +35,7 @@ class OrbaxSource:
             import orbax.checkpoint as orbax
         except ImportError:
             raise CheckpointError(path, _MSG_NEEDS, fix=_FIX_NEEDS) from None
+        _check_files(self.path)
         self._orbax = orbax
         self._checkpointer = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
         try:
@@ -105,3 +111,12 @@ class OrbaxSource:
     def close(self) -> None:
         """Let go of Orbax's resources."""
         self._checkpointer.close()
+
+
+def _check_files(path: str) -> None:
+    """Raise for what Orbax would wait for or never finish: it opens whatever it finds."""
+    for folder, _, files in os.walk(path):
+        for file in files:
+            place = os.path.join(folder, file)
+            most = LARGE_BYTES if file in _DOCUMENTS else None
+            os.close(open_checkpoint_file(place, most))

@@ -145,8 +145,9 @@ def _cast_codes(path: str, codes: jax.Array, qtype: Any) -> jax.Array:
         why = f"The codes are {codes.dtype}, and {row.name} has integers from {low} to {high}."
         raise ValueError(_MSG_COMBINATION.format(path=path, why=why))
     wide = np.asarray(codes).astype(np.int32)
-    if wide.size and (wide.min() < low or wide.max() > high):
-        why = f"The codes go from {wide.min()} to {wide.max()}, those of {row.name} from {low} to "
+    if wide.size and (np.min(wide) < low or np.max(wide) > high):
+        seen = f"from {np.min(wide)} to {np.max(wide)}"
+        why = f"The codes go {seen}, those of {row.name} from {low} to "
         raise ValueError(_MSG_COMBINATION.format(path=path, why=f"{why}{high}."))
     return codes.astype(row.storage)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import secrets
-import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,12 +16,11 @@ from fewbit._plan import Plan
 from fewbit._progress import bytes_progress
 from fewbit._version import __version__
 from fewbit.io import _manifest
-from fewbit.io._folder import _MSG_BUSY as _FOLDER_BUSY
-from fewbit.io._folder import Folder
 from fewbit.io._leaf_stream import Piece, stream_leaf, write_ready
-from fewbit.io._partial import Partial, writer_of
+from fewbit.io._partial import Partial
 from fewbit.io._plan_fits import check_scales
 from fewbit.io._stream_plan import abstract_tree, find_pieces
+from fewbit.io._stream_target import Target
 from fewbit.io._tree import Leaf, TreeEncoder, leaf_arrays
 from fewbit.io.errors import CheckpointError
 from fewbit.io.inspecting import CheckpointInfo, inspect
@@ -40,8 +36,6 @@ _MSG_PLAN = (
     "fewbit.quantize_checkpoint(src, dst, plan) takes a Plan as its third argument, got {found}. "
     "Make one without weights: fewbit.plan(model, rules, *inputs) with jax.eval_shape'd parameters."
 )
-_MSG_BUSY = "is being written by {who}"
-_FIX_BUSY = "Wait until it has finished, or give another folder."
 _MSG_SAME = "is the source itself; give another folder for the result"
 
 
@@ -80,8 +74,8 @@ def quantize_checkpoint(
     classes of your own.
 
     A run that was killed goes on where it was when it is called again with the same inputs, with
-    the same bytes in the end; until then `dst` is what it was, and `<dst>.partial` holds what is
-    done. Other inputs are an error there, unless `resume=False` drops it.
+    the same bytes in the end; until then `dst` is what it was, or not there, and `<dst>.partial`
+    holds what is done. Other inputs are an error there, unless `resume=False` drops it.
 
     >>> import fewbit, tempfile, jax.numpy as jnp, numpy as np
     >>> from fewbit.io.safetensors_file import SafetensorsWriter
@@ -117,11 +111,11 @@ def quantize_checkpoint(
         tensors = [tensor for leaf in encoder.leaves for tensor in leaf.tensors]
         groups = into_shards(tensors, shard_size)
         with (
-            _locked(target) as folder,
-            Partial(target + PARTIAL, groups, identity, resume) as partial,
+            Target(target, target + PARTIAL) as place,
+            Partial(target, target + PARTIAL, groups, identity, resume) as partial,
         ):
             _run(pieces, source, partial, encoder.leaves, progress)
-            _publish(folder, partial, groups, node, tuple(encoder.hows), plan)
+            place.publish(partial, *_finished(partial, groups, node, tuple(encoder.hows), plan))
             partial.remove()
     finally:
         source.close()
@@ -192,28 +186,22 @@ def _run(
             bar.update(size)
 
 
-def _publish(
-    folder: Folder,
+def _finished(
     partial: Partial,
     groups: Sequence[Sequence[Any]],
     node: Any,
     hows: tuple[Any, ...],
     plan: Plan,
-) -> None:
-    """Give the shards their place and the checkpoint its manifest, in this order."""
+) -> tuple[_manifest.Manifest, dict[str, str]]:
+    """The manifest of what is done, and where its shards lie now, by their names."""
     shards: list[tuple[str, int]] = []
     stored: dict[str, _manifest.Stored] = {}
+    files: dict[str, str] = {}
     for path, number in partial.shards():
         digest = shard_digest(groups[number], partial.checksums)
         name = _manifest.shard_name(number, len(groups), digest)
-        place = os.path.join(folder.path, name)
-        try:
-            # A second name: should this run be killed now, the next one still finds the first.
-            if not os.path.exists(place):
-                _link(path, place)
-        except OSError as error:
-            raise folder.failed(error) from error
-        shards.append((name, os.stat(place).st_size))
+        files[name] = path
+        shards.append((name, os.stat(path).st_size))
         for tensor in groups[number]:
             checksum = partial.checksums[tensor.name]
             stored[tensor.name] = _manifest.Stored(tensor, number, checksum)
@@ -225,42 +213,7 @@ def _publish(
         tensors=stored,
         libraries=_manifest.libraries(),
     )
-    folder.publish(_manifest.to_bytes(manifest), {name for name, _ in shards})
-
-
-def _link(path: str, place: str) -> None:
-    """A second name for a file, or, on disks that have none (exFAT, some networks), a copy."""
-    try:
-        os.link(path, place)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise
-        folder, name = os.path.split(place)
-        beside = os.path.join(folder, f".{name}.tmp-{secrets.token_hex(6)}")
-        with open(path, "rb") as source, open(beside, "xb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
-            copy.flush()
-            os.fsync(copy.fileno())
-        os.replace(beside, place)
-
-
-class _locked:
-    """The folder of the result, held for the whole run: nobody else writes to it."""
-
-    def __init__(self, path: str):
-        self._path, self._folder = path, Folder(path)
-
-    def __enter__(self) -> Folder:
-        try:
-            return self._folder.__enter__()
-        except CheckpointError as error:
-            if _FOLDER_BUSY not in str(error):
-                raise
-            what = _MSG_BUSY.format(who=writer_of(self._path + PARTIAL))
-            raise CheckpointError(self._path, what, fix=_FIX_BUSY) from None
-
-    def __exit__(self, *error: Any) -> None:
-        self._folder.__exit__(*error)
+    return manifest, files
 
 
 def _with_scales(tree: Any, plan: Plan, quant_stats: Any, allow_extra: bool, strict: bool) -> Any:

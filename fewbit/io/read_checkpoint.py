@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from fewbit.io.errors import CheckpointError
 from fewbit.io.foreign_formats import FORMATS, quantization_of, read_config
 from fewbit.io.foreign_kernels import Foreign, Kernel
+from fewbit.io.foreign_settings import WHERE
 from fewbit.io.names import Target, map_names, turned
 from fewbit.io.tensor_sources import TensorSource
 from fewbit.numerics import qtype_name
@@ -21,10 +23,18 @@ from fewbit.qarray import QArray
 ACT_ORDERS = ("rows", "sort")
 # Names and types that only quantized checkpoints have.
 _TRACES = (".qweight", ".weight_packed", "_scale_inv", ".weight_scale")
-_CODES = ("int8", "float8_e4m3fn", "float8_e5m2")
+_COMMON = ("scales",)  # a name that other tensors have too
 
 _MSG_NO_CONFIG = "looks quantized ({name!r}), but there is no config.json that says how"
 _FIX_NO_CONFIG = "Put the checkpoint's config.json beside it, or pass config=<a dict or its path>."
+_MSG_OTHERS = (
+    "is a part of a weight quantized with {methods}, but {where}.quant_method in config.json says "
+    "{said}"
+)
+_FIX_OTHERS = (
+    "If the config is wrong, write {other!r} there, with its settings; if the tensor is left over, "
+    "leave it out: names=[({pattern!r}, None), ...]."
+)
 _MSG_UNKNOWN = "The checkpoint has no {path!r} among its {count} parameters.{near}"
 _MSG_ACT_ORDER = "act_order is {found!r}; it is 'rows' (a scale for each row) or 'sort'."
 _MSG_MIXED = "cannot be stacked: its tensors differ in {what}"
@@ -88,11 +98,16 @@ class ForeignCheckpoint(Mapping[str, Any]):
         found = quantization_of(config, source.path)
         self.method: str | None = found[0] if found else None
         self.settings: Mapping[str, Any] = found[1] if found else {}
+        if found is not None:
+            FORMATS[found[0]].check(self.settings, source.path)
         self._parts = self._grouped()
         if found is None:
             self._refuse_traces()
         targets = map_names(source.path, list(self._parts), names)
         self._targets = {target.path: target for target in targets}
+        for target in targets if found is not None else ():
+            for name in target.sources:
+                self._refuse_others(name)
         self._permutations: dict[str, np.ndarray | None] = {}
 
     @property
@@ -172,8 +187,7 @@ class ForeignCheckpoint(Mapping[str, Any]):
         if set(parts) != {"weight"}:
             return True
         # Codes without a scale: reading them as a quantized weight says what is missing.
-        codes = self._source.dtype(name) in _CODES
-        return codes and name.endswith("weight")
+        return _are_codes(name, self._source.dtype(name))
 
     def _read(self, name: str, target: Target) -> tuple[Any, np.ndarray | None]:
         tensors = {p: self._source.read(tensor) for p, tensor in self._parts[name].items()}
@@ -211,11 +225,29 @@ class ForeignCheckpoint(Mapping[str, Any]):
 
     def _refuse_traces(self) -> None:
         for name in self._source.names:
-            codes = name.endswith("weight") and self._source.dtype(name) in _CODES
-            if codes or name.endswith(_TRACES):
+            if _are_codes(name, self._source.dtype(name)) or name.endswith(_TRACES):
                 raise CheckpointError(
                     self._source.path, _MSG_NO_CONFIG.format(name=name), fix=_FIX_NO_CONFIG
                 )
+
+    def _refuse_others(self, name: str) -> None:
+        """Raise for a tensor that this method does not know, and another one does."""
+        if set(self._parts[name]) != {"weight"}:
+            return
+        known = {method: form.part_of(name) for method, form in FORMATS.items()}
+        methods = [m for m, found in known.items() if found and found[1] not in _COMMON]
+        if methods:
+            words = " or ".join(methods)
+            what = _MSG_OTHERS.format(methods=words, where=WHERE, said=repr(self.method))
+            pattern = rf".*{re.escape(name[name.rfind('.') :])}"
+            fix = _FIX_OTHERS.format(other=methods[0], pattern=pattern)
+            raise CheckpointError(self._source.path, what, tensor=name, fix=fix)
+
+
+def _are_codes(name: str, dtype: str) -> bool:
+    """Whether a tensor's type says that its numbers need a scale."""
+    small = dtype.startswith(("float8_", "float4_", "float6_", "F6_"))
+    return small or (name.endswith("weight") and dtype in ("int8", "uint8"))
 
 
 class _Arrays:

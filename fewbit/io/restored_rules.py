@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from fewbit._scales import scale_type
 from fewbit.io.prequantized import leaves_of
 from fewbit.io.prequantized_leaf import codes_of
 from fewbit.io.read_checkpoint import ForeignCheckpoint
@@ -87,7 +88,7 @@ def _fields(path: str, value: Any, tile_size: Any, act_qtype: Any) -> dict[str, 
     }
     if own is not None and own.scale_dtype is not None:
         fields["scale_dtype"] = jnp.dtype(own.scale_dtype).name
-    elif q.scale.dtype != q.dtype and q.scale.dtype.itemsize > 1:
+    elif q.scale.dtype != scale_type(q.dtype) and q.scale.dtype.itemsize > 1:
         fields["scale_dtype"] = q.scale.dtype.name
     return fields
 

@@ -12,7 +12,6 @@ import hashlib
 import mmap
 import os
 import secrets
-import stat
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from fewbit.io._given_files import open_checkpoint_file
 from fewbit.io._safetensors_header import DTYPES as DTYPES
 from fewbit.io._safetensors_header import MOST_HEADER_BYTES, read_header, write_header
 from fewbit.io._safetensors_header import TensorInfo as TensorInfo
@@ -58,7 +58,7 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         self._map: mmap.mmap | None = None
-        self._file = _open(self.path)
+        self._file = open_checkpoint_file(self.path)
         # Closes with the last reference: whoever loads lazily has no good moment to do it.
         self._closing = weakref.finalize(self, os.close, self._file)
         try:
@@ -131,9 +131,9 @@ class SafetensorsFile:
         if bits == 4:
             halves = np.stack([data & 15, data >> 4], axis=-1)
             return halves.reshape(info.shape).view(dtype)
-        if info.dtype == "BOOL" and data.size and data.max() > 1:
+        if info.dtype == "BOOL" and data.size and np.max(data) > 1:
             raise CheckpointError(
-                self.path, "is no BOOL", tensor=name, expected="bytes 0 and 1", found=data.max()
+                self.path, "is no BOOL", tensor=name, expected="bytes 0 and 1", found=np.max(data)
             )
         return data.view(dtype).reshape(info.shape)
 
@@ -321,13 +321,3 @@ def sync_folder(path: str) -> None:
             raise
     finally:
         os.close(number)
-
-
-def _open(path: str) -> int:
-    try:
-        # A pipe would block for ever, and a folder has no bytes.
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise CheckpointError(path, "is not a file")
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be opened ({error.strerror})") from error

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fewbit.io._safetensors_header import DTYPES
+from fewbit.io._given_files import open_checkpoint_file
+from fewbit.io._safetensors_header import DTYPES, MOST_HEADER_BYTES
 from fewbit.io.errors import CheckpointError
 from fewbit.io.tensor_sources import TensorSource
 
@@ -72,8 +73,7 @@ class SafetensorsSource:
     def __init__(self, path: str):
         self.path = path
         self._tensors = TensorSource(path)
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        self._open = {file: os.open(file, flags) for file in self._tensors.files}
+        self._open = {file: open_checkpoint_file(file) for file in self._tensors.files}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,11 +125,10 @@ class SafetensorsSource:
     def identity(self) -> dict[str, Any]:
         """What tells this source from another, or from itself after a change."""
         files = {}
-        for path in self._tensors.files:
-            info = os.stat(path)
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = hashlib.blake2b(file.read(length), digest_size=16).hexdigest()
+        for path, number in self._open.items():
+            info = os.fstat(number)
+            length = min(int.from_bytes(os.pread(number, 8, 0), "little"), MOST_HEADER_BYTES)
+            header = hashlib.blake2b(os.pread(number, length, 8), digest_size=16).hexdigest()
             files[os.path.basename(path)] = [info.st_size, info.st_mtime_ns, header]
         return {"safetensors": files}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 
 import numpy as np
 
+from fewbit.io._given_files import read_object
 from fewbit.io._safetensors_header import DTYPES, TensorInfo
 from fewbit.io.errors import CheckpointError, cut
 from fewbit.io.safetensors_file import SafetensorsFile
@@ -16,6 +16,8 @@ from fewbit.io.safetensors_file import SafetensorsFile
 INDEX = ".safetensors.index.json"
 
 OWN = "fewbit.json"
+
+_MOST_NAME = 255  # characters; no disk has longer ones
 
 _MSG_OURS = "is a checkpoint of fewbit"
 _FIX_OURS = "fewbit.load(path) loads it."
@@ -121,15 +123,15 @@ def _shards(path: str) -> Mapping[str, list[str] | None]:
 
 def _indexed(path: str) -> Mapping[str, list[str] | None]:
     try:
-        with open(path, encoding="utf-8") as file:
-            places = json.load(file)["weight_map"]
-        items = [(str(name), str(shard)) for name, shard in places.items()]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(path, _MSG_INDEX.format(reason=cut(error, 100))) from None
+        items = [(str(name), str(shard)) for name, shard in read_object(path)["weight_map"].items()]
+    except (KeyError, TypeError, AttributeError, CheckpointError) as error:
+        reason = str(error).removeprefix(path).strip() if path in str(error) else cut(error, 100)
+        raise CheckpointError(path, _MSG_INDEX.format(reason=reason.rstrip("."))) from None
     folder = os.path.dirname(path)
     shards: dict[str, list[str] | None] = {}
     for name, shard in items:
-        if os.path.basename(shard) != shard:  # a file elsewhere is nothing of this checkpoint
+        # A file elsewhere is nothing of this checkpoint.
+        if os.path.basename(shard) != shard or len(shard) > _MOST_NAME:
             reason = f"the place of {cut(name)} is {cut(shard)}"
             raise CheckpointError(path, _MSG_INDEX.format(reason=reason))
         wanted = shards.setdefault(os.path.join(folder, shard), [])

@@ -28,6 +28,8 @@ if _keras.config.backend() != "jax":
     )
 
 from fewbit.keras._calibration import CalibrationError as CalibrationError
+from fewbit.keras._checking import check_saved as check_saved
+from fewbit.keras._checking import load_model as load_model
 from fewbit.keras._classes import let_keras_find as _let_keras_find
 from fewbit.keras._cloning import clone_model as clone_model
 from fewbit.keras._converting import to_ptq as to_ptq

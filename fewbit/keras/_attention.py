@@ -31,19 +31,19 @@ def attention_way(layer: keras.Layer, fused: bool | None) -> Iterator[None]:
         own["_compute_attention"] = _grouped_query(layer, fused)
     elif fused is False and hasattr(layer, "_use_fused_attention_op"):  # Gemma's, of KerasHub
         own["_use_fused_attention_op"] = lambda: False
-    with _own_attributes([(layer, own)]):
+    with own_attributes([(layer, own)]):
         yield
 
 
 @contextlib.contextmanager
 def sublayer_scopes(layer: keras.Layer) -> Iterator[None]:
     """While `layer` is traced: products inside its sublayers, such as rotary angles, are theirs."""
-    with _own_attributes([(each, {"call": _scoped(each)}) for each in sublayers(layer)]):
+    with own_attributes([(each, {"call": _scoped(each)}) for each in sublayers(layer)]):
         yield
 
 
 @contextlib.contextmanager
-def _own_attributes(changes: Sequence[tuple[keras.Layer, dict[str, Any]]]) -> Iterator[None]:
+def own_attributes(changes: Sequence[tuple[keras.Layer, dict[str, Any]]]) -> Iterator[None]:
     """While instances have attributes past Keras' tracking: they are no parts of the layers."""
     before = [{name: vars(each)[name] for name in own if name in vars(each)}
               for each, own in changes]  # fmt: skip

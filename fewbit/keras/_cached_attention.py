@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from fewbit.ops import dot_general
-from fewbit.qarray import QArray, quantize
+from fewbit.qarray import HowToQuantize, QArray, quantize_with
 
 Codes = tuple[jax.Array, jax.Array]  # int8 [batch, length, heads, dim], float32 [.., heads]
 
@@ -150,4 +150,5 @@ def score_factor(layer: Any) -> float:
 
 def _by_line(array: jax.Array) -> QArray:
     # Keras' layers may mix types: a norm in float32, a projection in bfloat16.
-    return quantize(array.astype(jnp.float32), "int8", channelwise_axes=range(array.ndim - 1))
+    how = HowToQuantize(qtype="int8", channelwise_axes=range(array.ndim - 1))
+    return quantize_with(array.astype(jnp.float32), how)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fewbit._errors import describe
+from fewbit._patterns import compile_pattern
 from fewbit._plan_messages import Complaint, PlanError, complaints
 from fewbit.keras._config_base import JaxBaseConfig
 from fewbit.keras._config_checks import effective_weight_method
@@ -285,7 +286,8 @@ def _unused_message(
         if any(_rule_matches(earlier, *layer) for layer in reached):
             return _MSG_LATE_RULE.format(rule=rule, first=first)
     near = nearest_places(rule.module_path, layers, with_classes=False)
-    if rule.op_names and any(re.fullmatch(rule.module_path, path) for path, _ in layers):
+    module_path = compile_pattern(rule.module_path)
+    if rule.op_names and any(module_path.matches(path) for path, _ in layers):
         near = f" The layers at that path have none of the ops {', '.join(rule.op_names)}."
     return _MSG_RULE.format(rule=rule, near=near)
 

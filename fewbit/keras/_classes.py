@@ -14,6 +14,7 @@ from fewbit.keras._scale_views import activation_scales, single, weight_scales
 from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
 from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
 from fewbit.keras._state import LayerState
+from fewbit.keras._whole_models import whole_bases
 
 PREFIXES = {
     "static": "QStatic",
@@ -78,7 +79,7 @@ def _quantized_class(original: Any, kind: str) -> type[keras.Layer]:
         **methods(original),
         **adapter_methods(original),
     }
-    made = type(name, (QuantizedLayer, original), namespace)
+    made = type(name, (QuantizedLayer, *whole_bases(original), original), namespace)
     register(made)
     return made
 
@@ -100,7 +101,7 @@ def _holder_class(original: Any) -> type[keras.Layer]:
         "__doc__": f"A {original.__name__} that holds quantized layers.",
         **methods(original),
     }
-    bases = (QuantizedHolder, *faster_bases(original), original)
+    bases = (QuantizedHolder, *whole_bases(original), *faster_bases(original), original)
     made = type(f"Quantized{original.__name__}", bases, namespace)
     name = hub_name(original)
     register(made, name or SHARED_NAME)

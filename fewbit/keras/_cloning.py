@@ -1,5 +1,6 @@
 """A second model with the same values, float or quantized."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -30,24 +31,12 @@ def clone_model(model: keras.Layer) -> Any:
     """
     quantized = any(is_quantized(each) for each in [model, *sublayers(model)])
     try:
-        # A class that Keras would not find by its name is at hand: it need not be registered.
-        classes = {
-            cls.__name__: cls
-            for each in sublayers(model)
-            for cls in [getattr(each, "_fewbit_original", type(each))]
-        }
-        with keras.saving.custom_object_scope(classes):
-            twin = model.__class__.from_config(model.get_config())
-            if not twin.built and model.built:
-                config = model.get_build_config()
-                if config:
-                    twin.build_from_config(config)
-                    twin.built = True  # as Keras does when it loads a model
+        twin = _made_again(model, quantized)
         layers = list(zip(sublayers(twin), sublayers(model), strict=True))
         if quantized:
             _copy_saved([(twin, model), *layers])
         pairs = list(zip(twin.variables, model.variables, strict=True))
-    except (NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:
         why = " ".join(re.split("Example:|Full object config:", str(error))[0].split())
         name = f"{type(model).__name__} '{model.name}'"
         wanted = "fewbit.keras.clone_model" if quantized else "inplace=False"
@@ -58,6 +47,37 @@ def clone_model(model: keras.Layer) -> Any:
         new.assign(jnp.copy(old.value))
     for new, old in [*pairs, *layers]:
         take_path(new, old)
+    return twin
+
+
+def _made_again(model: keras.Layer, quantized: bool) -> Any:
+    """A model of the same configuration, by Keras' own clone where a config alone does not do."""
+    try:
+        return _from_config(model)
+    except Exception:
+        if quantized or not isinstance(model, keras.Model):
+            raise
+        with contextlib.suppress(Exception):  # what the config lacks says more
+            return keras.models.clone_model(model)
+        raise
+
+
+def _from_config(model: Any) -> Any:
+    # A class that Keras would not find by its name is at hand: it need not be registered. Keras'
+    # own would hide the operations of the same name: a graph may hold layers.Add and ops.add.
+    classes = {
+        keras.saving.get_registered_name(cls): cls
+        for each in sublayers(model)
+        for cls in [getattr(each, "_fewbit_original", type(each))]
+        if cls.__module__.partition(".")[0] not in ("keras", "keras_hub")
+    }
+    with keras.saving.custom_object_scope(classes):
+        twin = model.__class__.from_config(model.get_config())
+        if not twin.built and model.built:
+            config = model.get_build_config()
+            if config:
+                twin.build_from_config(config)
+                twin.built = True  # as Keras does when it loads a model
     return twin
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from fewbit._atomic import write_atomically
+from fewbit._documents import load_json
 from fewbit._errors import describe
+from fewbit._files import read_file as read_bytes
 from fewbit._rule_checks import nearest
 from fewbit.keras._config_checks import DEFAULTS
-from fewbit.rules_io import load_json
 
 KIND, FIELDS, PARTS, LOCAL = "quantization_type", "config", "configs", "local"
 COMPOSABLE = ("composable", "composable_config")
@@ -138,13 +139,13 @@ def _write(file: Any, text: str) -> None:
 def read_file(path: str | os.PathLike[str]) -> Any:
     """What a JSON file holds."""
     place = Path(path)
-    if not place.is_file():
+    if not place.exists():
         siblings = [p.name for p in place.parent.iterdir()] if place.parent.is_dir() else []
         raise FileNotFoundError(
             _MSG_NO_FILE.format(path=str(place), hint=nearest(place.name, siblings))
         )
     try:
-        text = place.read_text(encoding="utf-8")
+        text = read_bytes(place).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(_MSG_NO_TEXT.format(path=place, error=error)) from error
     return load_json(text, str(place))

@@ -10,7 +10,7 @@ import keras
 
 from fewbit.keras._classes import is_quantized
 from fewbit.keras._compiled import forget_compiled
-from fewbit.keras._examples import example_calls
+from fewbit.keras._examples import Examples
 from fewbit.keras._planning import LayerPlan, layers_of
 from fewbit.keras._qat import SEED
 from fewbit.keras._quantize import (
@@ -23,6 +23,7 @@ from fewbit.keras._quantize import (
 from fewbit.keras._reading import float_variables
 from fewbit.keras._remembered import has_seen
 from fewbit.keras._state import LayerState
+from fewbit.keras._undo import as_it_was_on_failure
 from fewbit.keras._variables import unlocked
 from fewbit.models.delayed import remembered_ranges, serving_rule
 from fewbit.models.planning import histories_of
@@ -96,8 +97,9 @@ def to_ptq(
     >>> type(model.layers[0]).__name__, bool((served == trained).all())
     ('QDynamicDense', True)
     """
+    examples = Examples(model)
     layers = [
-        _read(path, layer)
+        _read(path, layer, examples)
         for path, layer in layers_of(model).items()
         if is_quantized(layer) and layer._fewbit.kind == "training"
     ]
@@ -112,29 +114,27 @@ def to_ptq(
         serving_rule(each.state.rule).replace(module_path=re.escape(each.path)) for each in layers
     ]
     chosen = own if rules is None else list(rules)
-    for each in layers:
-        _make_float(each)
-    try:
+    with as_it_was_on_failure(model) as before:
+        for each in layers:
+            _make_float(each)
         planned, plan = plan_model(model, chosen)
         planned = [replace(each, choice=replace(each.choice, packed=pack)) for each in planned]
         if measured and needs_calibration(planned):
             check_calibration(calib_function)
         trained = _trained(layers, planned) if rules is None else Trained()
-    except Exception:
         for each in layers:
-            _make_trained(each)
-        raise
-    for each in layers:
-        _forget(each)
-    forget_compiled(model)
-    if measured:
-        return quantize_planned(
-            model, planned, plan, calib_function, trained.weights, progress=progress
-        )
-    return convert_all(model, planned, trained, trained.weights, progress=progress)
+            _forget(each)
+        forget_compiled(model)
+        if measured:
+            quantize_planned(
+                model, planned, plan, calib_function, before, trained.weights, progress=progress
+            )
+        else:
+            convert_all(model, planned, before, trained, trained.weights, progress=progress)
+    return model
 
 
-def _read(path: str, layer: Any) -> _Layer:
+def _read(path: str, layer: Any, examples: Examples) -> _Layer:
     state: LayerState = layer._fewbit
     kept = state.remembered
 
@@ -143,10 +143,14 @@ def _read(path: str, layer: Any) -> _Layer:
 
     plans: dict[str, HistoryPlan] = {}
     if kept.histories:
-        own, beside = float_variables(layer), kept.variables.values()
-        for args, kwargs in example_calls(layer, state.rule):
-            run = state.program.prepare(own, {}, {}, args, kwargs, abstract=True, beside=beside)
-            for name, plan in histories_of(run[:2]).items():
+        own, beside = float_variables(layer), list(kept.variables.values())
+
+        def histories_on(calls: Any) -> list[Any]:
+            return list(map(histories_of, state.program.runs(calls, own, beside=beside)))
+
+        known = state.program.calls
+        for found in examples.first(layer, state.rule, histories_on, known=known):
+            for name, plan in found.items():
                 leaf = None if plan.leaf is None else now(plan.leaf)
                 plans[now(name)] = replace(plan, name=now(name), leaf=leaf)
     histories = {f"{path}/{name}": variable.value for name, variable in kept.histories.items()}
@@ -200,11 +204,6 @@ def _trained(layers: Sequence[_Layer], planned: Sequence[LayerPlan]) -> Trained:
 def _make_float(each: _Layer) -> None:
     del each.layer._fewbit
     each.layer.__class__ = each.cls._fewbit_original
-
-
-def _make_trained(each: _Layer) -> None:
-    each.layer.__class__ = each.cls
-    each.layer._fewbit = each.state
 
 
 def _forget(each: _Layer) -> None:

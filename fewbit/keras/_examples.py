@@ -1,20 +1,29 @@
-"""How a layer is called, as far as its products go: abstract inputs of the shapes it was built for.
+"""How a layer is called, as far as its products go: abstract inputs of the shapes it was built for,
+or those that the model calls it with.
 
-`register_calls` tells it for a layer that cannot be called on its build shapes alone.
+`register_calls` tells it for a layer whose calls neither shows.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import keras
 
 from fewbit.keras._attention import is_attention
+from fewbit.keras._model_calls import SIZES, Calls, abstract, calls_in
+from fewbit.keras._variables import sublayers
 
-Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
+T = TypeVar("T")
+_MSG_NO_EXAMPLE = (
+    "'{path}' ({cls}) cannot be called on examples of its inputs. Say how it is called: "
+    "fewbit.keras.register_calls."
+)
 _CALLS: dict[type, Callable[[Any], Calls]] = {}
-_BATCH, _LENGTH = 1, 16  # what stands for an unknown size
+_OWN_CALLS: dict[type, Callable[[Any], Calls]] = {}
+_BATCH, _LENGTH = SIZES[0][:2]
 
 
 def register_calls(cls: type) -> Callable[[Callable[[Any], Calls]], Callable[[Any], Calls]]:
@@ -34,14 +43,83 @@ def register_calls(cls: type) -> Callable[[Callable[[Any], Calls]], Callable[[An
     return register
 
 
+def _own_calls(cls: type) -> Callable[[Callable[[Any], Calls]], Callable[[Any], Calls]]:
+    def register(calls: Callable[[Any], Calls]) -> Callable[[Any], Calls]:
+        _OWN_CALLS[cls] = calls
+        return calls
+
+    return register
+
+
 def is_rotary(layer: keras.Layer) -> bool:
     """Whether a layer is KerasHub's rotary embedding, which holds no weights."""
     return any(cls.__name__ == "RotaryEmbedding" for cls in type(layer).__mro__)
 
 
-def example_calls(layer: keras.Layer, rule: Any = None) -> Calls:
-    """Abstract arguments for every way in which the layer uses its weights, by the layer's rule."""
-    calls = _calls(layer)
+class NoExample(ValueError):
+    """No call of a layer is known that it can be traced with; the cause is its first failure."""
+
+
+class Examples:
+    """Abstract calls of a model's layers, for every way in which they use their weights."""
+
+    def __init__(self, model: keras.Layer):
+        self._model = model
+
+    def of(self, layer: keras.Layer, rule: Any = None) -> Iterator[Calls]:
+        """What may do as examples, by the layer's rule, the cheapest first.
+
+        What was registered for the layer's class is all there is for it.
+        """
+        registered = _registered(layer, _CALLS)
+        if registered is not None:
+            yield _in_whole_tiles(registered, rule)
+            return
+        own = _registered(layer, _OWN_CALLS)
+        calls = own if own is not None else _built_calls(layer)
+        if calls:
+            yield _in_whole_tiles(calls, rule)
+        if layer in self._calls_in_model[0]:
+            yield _in_whole_tiles(self._calls_in_model[0][layer], rule)
+
+    def is_idle(self, layer: keras.Layer) -> bool:
+        """Whether the model never calls a layer, though it may use its weights by other methods."""
+        found, whole = self._calls_in_model
+        return whole and layer not in found
+
+    @functools.cached_property
+    def _calls_in_model(self) -> tuple[dict[keras.Layer, Calls], bool]:
+        return calls_in(self._model, sublayers(self._model))
+
+    def first(
+        self, layer: Any, rule: Any, work: Callable[[Calls], T], known: Calls | None = None
+    ) -> T:
+        """What `work` makes of the first examples that do; those that are `known` to do, if any."""
+        failed: Exception | None = None
+        found = self.of(layer, rule) if known is None else iter([known])
+        while True:
+            try:
+                calls = next(found, None)
+                if calls is None:
+                    break
+                return work(calls)
+            except Exception as error:  # whatever the code of the layer, or of its calls, raises
+                failed = failed or error
+        path = layer.path or layer.name
+        raise NoExample(_MSG_NO_EXAMPLE.format(path=path, cls=type(layer).__name__)) from failed
+
+
+def is_registered(layer: keras.Layer) -> bool:
+    """Whether `register_calls` tells how the layer is called."""
+    return any(cls in _CALLS for cls in type(layer).__mro__)
+
+
+def _registered(layer: keras.Layer, known: Mapping[type, Any]) -> Calls | None:
+    made = next((known[cls] for cls in type(layer).__mro__ if cls in known), None)
+    return None if made is None else made(layer)
+
+
+def _in_whole_tiles(calls: Calls, rule: Any) -> Calls:
     tile = getattr(rule, "bwd_weight_grad_tile_size", None)
     if tile is None:
         return calls
@@ -57,18 +135,29 @@ def example_calls(layer: keras.Layer, rule: Any = None) -> Calls:
     return made
 
 
-def _calls(layer: keras.Layer) -> Calls:
-    for cls in type(layer).__mro__:
-        if cls in _CALLS:
-            return _CALLS[cls](layer)
+def _built_calls(layer: keras.Layer) -> Calls:
+    """One call on the shapes that the layer was built for; none where they are not known."""
     if is_rotary(layer):  # made for heads of any size, and never built for one
         return [((jax.ShapeDtypeStruct((_BATCH, _LENGTH, 1, 64), layer.compute_dtype),), {})]
-    config = layer.get_build_config()
-    if not config:
+    try:
+        given = [shape for shape in _shapes(layer) if shape is not None]
+        args = tuple(abstract(shape, layer.compute_dtype) for shape in given)
+    except Exception:  # a get_build_config, or arguments of build, that are not shapes
         return []
-    shapes = config.get("shapes_dict") or {"input_shape": config["input_shape"]}
-    given = [shape for shape in shapes.values() if shape is not None]
-    return [(tuple(abstract(layer, shape) for shape in given), _mask_of_attention(layer))]
+    return [(args, _mask_of_attention(layer))] if args else []
+
+
+def _shapes(layer: keras.Layer) -> list[Any]:
+    """The shapes that `build` was called with.
+
+    A layer's own get_build_config may say anything; Keras' knows what Keras recorded.
+    """
+    for config in (layer.get_build_config(), keras.Layer.get_build_config(layer)):
+        if config and config.get("shapes_dict"):
+            return list(config["shapes_dict"].values())
+        if config and "input_shape" in config:
+            return [config["input_shape"]]
+    return []
 
 
 def _mask_of_attention(layer: keras.Layer) -> dict[str, Any]:
@@ -83,20 +172,7 @@ def _mask_of_attention(layer: keras.Layer) -> dict[str, Any]:
     return {"attention_mask": jax.ShapeDtypeStruct((_BATCH, _LENGTH, _LENGTH), "bool")}
 
 
-def abstract(layer: keras.Layer, shape: Any, dtype: str | None = None) -> Any:
-    """An input of a shape whose unknown sizes are small ones; a tree of them for a tree."""
-    if isinstance(shape, dict):
-        return {key: abstract(layer, value, dtype) for key, value in shape.items()}
-    if any(isinstance(size, list | tuple) for size in shape):
-        return [abstract(layer, each, dtype) for each in shape]
-    sizes = [
-        size if size is not None else (_BATCH if axis == 0 else _LENGTH)
-        for axis, size in enumerate(shape)
-    ]
-    return jax.ShapeDtypeStruct(tuple(sizes), dtype or layer.compute_dtype)
-
-
-@register_calls(keras.layers.Embedding)
+@_own_calls(keras.layers.Embedding)
 def _look_up(layer: Any) -> Calls:
     calls: Calls = [((jax.ShapeDtypeStruct((_BATCH, _LENGTH), "int32"),), {})]
     if hasattr(layer, "tie_weights"):  # a reversible one, of Keras or of KerasHub
@@ -105,14 +181,14 @@ def _look_up(layer: Any) -> Calls:
     return calls
 
 
-@register_calls(keras.layers.LSTMCell)
-@register_calls(keras.layers.GRUCell)
-@register_calls(keras.layers.SimpleRNNCell)
+@_own_calls(keras.layers.LSTMCell)
+@_own_calls(keras.layers.GRUCell)
+@_own_calls(keras.layers.SimpleRNNCell)
 def _step(layer: Any) -> Calls:
-    config = layer.get_build_config()
-    if not config:
+    shapes = _shapes(layer)
+    if not shapes:
         return []
-    x = jax.ShapeDtypeStruct((_BATCH, config["input_shape"][-1]), layer.compute_dtype)
+    x = jax.ShapeDtypeStruct((_BATCH, shapes[0][-1]), layer.compute_dtype)
     sizes = layer.state_size if isinstance(layer.state_size, list | tuple) else [layer.state_size]
     states = [jax.ShapeDtypeStruct((_BATCH, size), layer.compute_dtype) for size in sizes]
     return [((x, states), {})]

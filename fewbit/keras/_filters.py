@@ -7,12 +7,12 @@ layer's path. Classes and their names also stand for subclasses.
 from __future__ import annotations
 
 import difflib
-import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from fewbit._errors import describe
+from fewbit._patterns import PatternError, compile_pattern
 
 Entry = str | type
 LayerInfo = tuple[str, "type | str"]  # the layer's path, and its class or the name of that
@@ -111,7 +111,9 @@ def check_entry(where: str, field: str, entry: Any) -> None:
     if not isinstance(entry, str) or not entry:
         raise TypeError(_MSG_ENTRY.format(where=where, field=field, value=describe(entry)))
     try:
-        re.compile(entry)
+        compile_pattern(entry)
+    except PatternError as error:
+        raise ValueError(f"{where}: {field}: {error}.") from None
     except re.error as error:
         fix = re.sub(r"(?<![\w\])}.])\*", ".*", entry)
         try:
@@ -154,7 +156,7 @@ def matches_path(entry: Entry, path: str) -> bool:
     >>> matches_path('dense_[12]', 'net/dense_1'), matches_path(bool, 'net/bool')
     (True, False)
     """
-    return isinstance(entry, str) and _compiled(entry).search(path) is not None
+    return isinstance(entry, str) and compile_pattern(entry).matches(path, "anywhere")
 
 
 def first_entry(entries: Iterable[Entry], path: str, layer_class: type | str) -> Entry | None:
@@ -223,8 +225,3 @@ def model_layers(model: Any) -> Iterator[tuple[str, ClassName]]:
         if not QUANTIZABLE.isdisjoint(name.names):
             seen.add((path, name))
             yield path, name
-
-
-@functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)

@@ -1,5 +1,6 @@
 """What will happen to each layer of a Keras model, as one Plan."""
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,8 @@ from fewbit.engine import UntraceableModelError
 from fewbit.keras._attention import is_attention
 from fewbit.keras._choices import Choice
 from fewbit.keras._emulation import PROBABILITIES, range_of_probabilities
-from fewbit.keras._examples import Calls, example_calls, is_rotary
+from fewbit.keras._examples import Examples, NoExample, is_registered, is_rotary
+from fewbit.keras._model_calls import Calls
 from fewbit.keras._program import INSIDE, LayerProgram
 from fewbit.keras._state import layer_rule, named_variables
 from fewbit.keras._variables import own_variables, sublayers
@@ -21,6 +23,20 @@ from fewbit.models.planning import plan_runs
 from fewbit.rules import QuantizationRule
 
 _NOTE_UNBUILT = "it has not been built, so it has no weights: the model never called it"
+_NOTE_IDLE = "the model never calls it, but reads its weights in another way"
+_MSG_STUCK = (
+    "{count} to be quantized cannot be called on examples of inputs: {layers}. Say how {cls} is "
+    "called, with @fewbit.keras.register_calls({cls}) on a function of the layer that returns "
+    "[(args, kwargs), ...] with jax.ShapeDtypeStruct for arrays."
+)
+_LEAVE = (
+    " Or leave it float: exclude_list=[{path!r}]; strict=False in the config leaves all such "
+    "layers float, with a warning."
+)
+_LEAVE_BY_RULE = (
+    " Or leave it float, by a rule before the others: QuantizationRule(module_path={pattern!r}, "
+    "weight_qtype=None)."
+)
 _NOTE_CHANNELS = "a scale per channel instead of per group ({why})"
 
 
@@ -71,11 +87,15 @@ def plan_layers(
     model: keras.Layer, layers: Mapping[str, keras.Layer], choices: Mapping[str, Choice]
 ) -> tuple[list[LayerPlan], Plan]:
     """The plan of each layer that will be quantized, and of the model."""
-    planned, notes = [], {}
+    planned: list[LayerPlan] = []
+    notes: dict[str, str] = {}
+    examples = Examples(model)
     for path, layer in layers.items():
         choice = choices[path]
         candidate = has_weights(layer) or has_products(layer, choice)
-        made = plan_layer(layer, path, choice) if candidate and choice.quantized else choice.reason
+        made: LayerPlan | str = choice.reason
+        if candidate and choice.quantized:
+            made = plan_layer(layer, path, choice, examples)
         if isinstance(made, LayerPlan):
             planned.append(made)
             if made.note:
@@ -84,19 +104,73 @@ def plan_layers(
             notes[path] = made
         elif not layer.built and _builds_weights(layer):
             notes[path] = _NOTE_UNBUILT
+    stuck = {path: note for path, note in notes.items() if isinstance(note, Stuck)}
+    _judge_stuck(stuck, choices)
+    notes |= {path: f"{note}; see fewbit.keras.register_calls" for path, note in stuck.items()}
     return planned, merge(planned, model, notes)
+
+
+class Stuck(str):
+    """Why a layer that was to be quantized cannot be called: a mistake, or something to be told."""
+
+    cls: str
+
+
+def _judge_stuck(stuck: Mapping[str, Stuck], choices: Mapping[str, Choice]) -> None:
+    """Raise, or with strict=False warn, where layers would stay float for lack of an example."""
+    if not stuck:
+        return
+    shown = [f"'{path}' ({reason.cls}): {reason}" for path, reason in list(stuck.items())[:5]]
+    more = f"; and {len(stuck) - 5} more" if len(stuck) > 5 else ""
+    first = next(iter(stuck))
+    message = _MSG_STUCK.format(
+        count="1 layer" if len(stuck) == 1 else f"{len(stuck)} layers",
+        layers="; ".join(shown) + more,
+        cls=stuck[first].cls,
+        path=first,
+    )
+    configs = [choices[path].config for path in stuck]
+    if any(config is None or config.strict for config in configs):
+        leave = _LEAVE if all(config is not None for config in configs) else _LEAVE_BY_RULE
+        raise PlanError(message + leave.format(path=first, pattern=re.escape(first)))
+    warnings.warn(message + " They stay float.", stacklevel=5)
 
 
 def _builds_weights(layer: keras.Layer) -> bool:
     return type(layer).build is not keras.Layer.build and not own_variables(layer)
 
 
-def plan_layer(layer: keras.Layer, path: str, choice: Choice) -> LayerPlan | str:
+def plan_layer(
+    layer: keras.Layer, path: str, choice: Choice, examples: Examples
+) -> LayerPlan | str:
     """The plan of one layer, or why it is left alone."""
     assert choice.rule is not None
-    calls = example_calls(layer, choice.rule)
-    if not calls:
-        return "it was built without a recorded input shape; see fewbit.keras.register_calls"
+    try:
+        return examples.first(
+            layer, choice.rule, lambda calls: _on_calls(layer, path, choice, calls)
+        )
+    except NoExample as error:
+        if error.__cause__ is None and examples.is_idle(layer):
+            return _NOTE_IDLE
+        return _stuck(layer, error.__cause__)
+
+
+def _stuck(layer: keras.Layer, error: BaseException | None) -> Stuck:
+    if error is None:
+        reason = "it was built without a recorded input shape"
+    elif isinstance(error, UntraceableModelError):
+        reason = str(error)
+    else:
+        line = str(error).strip().split("\n")[0]
+        on = "the calls registered for it" if is_registered(layer) else "its build shape"
+        reason = f"it cannot be called on {on} ({type(error).__name__}: {line})"
+    made = Stuck(reason)
+    made.cls = type(layer).__name__
+    return made
+
+
+def _on_calls(layer: keras.Layer, path: str, choice: Choice, calls: Calls) -> LayerPlan | str:
+    assert choice.rule is not None
     try:
         return _planned(layer, path, choice, layer_rule(path, choice.rule), calls)
     except PlanError as error:
@@ -123,23 +197,9 @@ def _planned(
         fused=choice.fused,
         trains=choice.kind == "training",
     )
-    own = named_variables(layer)
-    runs = []
-    for number, (args, kwargs) in enumerate(calls):
-        method = "__call__" if number == 0 else f"call{number + 1}"
-        runner, dynamic, _ = program.prepare(
-            own, {}, {}, args, kwargs, abstract=True, method=method
-        )
-        runs.append((runner, dynamic))
-    try:
-        plan = layer_runs(runs)
-    except UntraceableModelError as error:
-        return str(error)
-    except PlanError:
-        raise
-    except (TypeError, ValueError) as error:
-        first_line = str(error).strip().split("\n")[0]
-        return f"it cannot be called on its build shape ({first_line}); see register_calls"
+    program.calls = calls
+    runs = program.runs(calls, named_variables(layer))
+    plan = layer_runs(runs)
     if not any(site.quantized for site in plan.sites):
         reasons = [f"{site.site.op_id}: {site.reason}" for site in plan.sites]
         return "; ".join(reasons) or "no product or look-up reads its weights"

@@ -18,6 +18,7 @@ from fewbit.keras._autocast import as_called, held_values
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
 from fewbit.keras._masks import masks_of, set_masks
+from fewbit.keras._model_calls import Calls
 from fewbit.modes.ptq import PtqProvider
 from fewbit.modes.qt import QtProvider
 from fewbit.rules import QuantizationRule
@@ -52,6 +53,7 @@ class LayerProgram:
             self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
         if isinstance(self.provider, EmulatingProvider):
             self.provider.attention = is_attention(layer) and not fused
+        self.calls: Calls | None = None  # the examples that the layer was planned with
         self._runners: Cache[Runner] = Cache()
 
     def prepare(
@@ -98,6 +100,30 @@ class LayerProgram:
             lambda: self._runner(call, others, hollow, method, abstract),
         )
         return runner, dynamic, others
+
+    def runs(
+        self,
+        calls: Calls,
+        own: Mapping[str, keras.Variable],
+        stored: dict[str, Any] | None = None,
+        beside: Iterable[keras.Variable] = (),
+    ) -> list[tuple[Runner, list[Any]]]:
+        """Runners for abstract calls of the layer, and the leaves to run them with."""
+        found = []
+        for number, (args, kwargs) in enumerate(calls):
+            method = "__call__" if number == 0 else f"call{number + 1}"
+            run = self.prepare(
+                own,
+                stored or {},
+                {},
+                args,
+                kwargs,
+                abstract=True,
+                method=method,
+                beside=beside,
+            )
+            found.append(run[:2])
+        return found
 
     def finish(self, result: Any, others: list[keras.Variable], args: Any, kwargs: Any) -> Any:
         """What a run gives, after what it did to variables and masks is done here too."""

@@ -1,6 +1,5 @@
 """Quantize a Keras model: plan every layer, calibrate, convert the layers one by one."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import keras
 
 from fewbit._plan import LeafPlan, Plan
 from fewbit._progress import progress as with_progress
-from fewbit.keras._calibration import CalibrationError, Collector, observing, statistics
+from fewbit.keras._calibration import observing, statistics
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
@@ -22,18 +21,22 @@ from fewbit.keras._qat import (
     train_quantized,
     training_choice,
 )
+from fewbit.keras._ranges import with_ranges
 from fewbit.keras._reading import plan_done, quantized_layers
+from fewbit.keras._serial_config import keep_config
 from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
+from fewbit.keras._undo import Before, as_it_was_on_failure
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import unpack
 from fewbit.modes.provider import QuantizationProvider
 from fewbit.modes.qt import QtProvider
 from fewbit.params import quantize_leaf
-from fewbit.qarray import WithAux
+from fewbit.qarray import WithAux, check_finite
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
 
+_KEPT = 2**22  # bytes of floats that are kept, to go back to, until all layers are quantized
 _MSG_NOT_A_MODEL = (
     "fewbit.keras.quantize_model takes a Keras model or layer, got {found}. Flax models and plain "
     "functions go to fewbit.quantize_model(model, provider, *inputs)."
@@ -50,11 +53,6 @@ _MSG_NO_CALIBRATION = (
     "Calibration function must be provided for static quantization. It gets the model and runs it "
     "on sample data: quantize_model(model, config, lambda model: model.predict(samples)); an "
     "iterable of batches does too. DynamicQuantConfig needs none."
-)
-_MSG_UNREACHED = (
-    "Calibration never reached {count} of the layers that need a range: {paths}. Let the "
-    "calibration function run the model in the way it will be used, exclude these layers "
-    "(exclude_list), or pass strict=False in the config to leave them float."
 )
 _MSG_NOTHING = (
     "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
@@ -86,18 +84,24 @@ def quantize_model(
     _check_model(model)
     if not inplace:
         model = clone_model(model)
-    planned, plan = plan_model(model, quant_config)
-    if isinstance(quant_config, QtProvider):
-        for each in planned:
-            train_quantized(each)
-        step_through_cells(model, planned)
-        make_saveable(model)
-        guard_training(model)
-        forget_compiled(model)
-        if any(each.layer._fewbit.remembered.histories for each in planned):
-            renew_optimizers(model, keep=True)  # there are more trainable variables than before
-        return model
-    return quantize_planned(model, planned, plan, calib_function, progress=progress)
+    with as_it_was_on_failure(model) as before:
+        planned, plan = plan_model(model, quant_config)
+        if isinstance(quant_config, QtProvider):
+            _train(model, planned)
+        else:
+            quantize_planned(model, planned, plan, calib_function, before, progress=progress)
+    return keep_config(model, quant_config)
+
+
+def _train(model: keras.Layer, planned: Sequence[LayerPlan]) -> None:
+    for each in planned:
+        train_quantized(each)
+    step_through_cells(model, planned)
+    make_saveable(model)
+    guard_training(model)
+    forget_compiled(model)
+    if any(each.layer._fewbit.remembered.histories for each in planned):
+        renew_optimizers(model, keep=True)  # there are more trainable variables than before
 
 
 def quantize_planned(
@@ -105,24 +109,23 @@ def quantize_planned(
     planned: Sequence[LayerPlan],
     plan: Plan,
     calib_function: Any,
+    before: Before,
     absmax: Mapping[str, Any] = {},
     *,
     progress: bool = True,
-) -> Any:
-    """The model quantized as it was planned; `absmax` are the known ranges of weights, by path."""
+) -> None:
+    """Quantize the model as it was planned; `absmax` are the known ranges of weights, by path."""
     stats = None
     if needs_calibration(planned):
         check_calibration(calib_function)
         forget_compiled(model)
         give_back()
-        try:
-            with observing(_static(planned), sublayers(model)) as collectors:
-                _run(calib_function, model, progress)
-        finally:
-            forget_compiled(model)  # what reports to the collectors
+        with observing(_static(planned), sublayers(model)) as collectors:
+            _run(calib_function, model, progress)
+        forget_compiled(model)  # what reports to the collectors
         stats = statistics(collectors, plan)
-        planned = _reached(planned, collectors, stats)
-    return convert_all(model, planned, stats, absmax, progress=progress)
+        planned = with_ranges(planned, collectors, stats)
+    convert_all(model, planned, before, stats, absmax, progress=progress)
 
 
 def needs_calibration(planned: Sequence[LayerPlan]) -> bool:
@@ -143,21 +146,33 @@ def _static(planned: Sequence[LayerPlan]) -> list[LayerPlan]:
 def convert_all(
     model: keras.Layer,
     planned: Sequence[LayerPlan],
+    before: Before,
     stats: Any = None,
     absmax: Mapping[str, Any] = {},
     *,
     progress: bool = True,
-) -> Any:
-    """The model with every planned layer quantized."""
+) -> None:
+    """Quantize every planned layer.
+
+    What can be wrong with weights and statistics is found while all are there. The floats of the
+    smaller layers are kept to the end, to go back to; all of them would be too much.
+    """
+    scales = {each.path: _scales(each, stats) for each in planned}
+    for each in planned:
+        _check_weights(each)
+    before.look_again()
+    total, kept = sum(map(_bytes, planned)), 0
     # The largest layers last: what the others gave up makes room for them.
     layers = with_progress(sorted(planned, key=_bytes), "Quantizing", show=progress)
-    for each in giving_back(layers, _bytes, sum(map(_bytes, planned))):
-        convert(each, stats, absmax)
+    for each in giving_back(layers, _bytes, total):
+        kept += _bytes(each)
+        if kept > max(_KEPT, total // 32):
+            before.let_go(each.layer)
+        convert(each, scales[each.path], absmax)
     make_saveable(model)
     guard_training(model)
     forget_compiled(model)
     renew_optimizers(model)
-    return model
 
 
 def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
@@ -198,7 +213,7 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     return planned, plan
 
 
-def convert(each: LayerPlan, stats: Any = None, absmax: Mapping[str, Any] = {}) -> None:
+def convert(each: LayerPlan, scales: Mapping[str, Any], absmax: Mapping[str, Any] = {}) -> None:
     """Give one layer its quantized weights, its static scales and its class.
 
     `absmax` has the ranges of weights that are known, by path.
@@ -221,20 +236,34 @@ def convert(each: LayerPlan, stats: Any = None, absmax: Mapping[str, Any] = {}) 
         constant = config is not None and config.const_weight
         state.stored[name] = store(layer, own[name], value, constant=constant)
         state.hollow[name] = own[name]
-    for scale in each.plan.scales:
-        if not is_fixed(scale) and scale.name not in stats.entries:
-            continue  # of a way of calling the layer that calibration did not take
-        made = (
-            fixed_scale(scale)
-            if is_fixed(scale)
-            else static_scale(scale, stats.statistic(scale.name))
-        )
-        for end, value in made.items():
-            name = scale.name.rpartition("/")[2] + end
-            with unlocked(layer):
-                constant = config is not None and config.const_scale
-                state.scales[name] = value if constant else add_variable(layer, name, value)
+    constant = config is not None and config.const_scale
+    for name, value in scales.items():
+        with unlocked(layer):
+            state.scales[name] = value if constant else add_variable(layer, name, value)
     become(layer, state)
+
+
+def _scales(each: LayerPlan, stats: Any) -> dict[str, Any]:
+    """The static scales of a layer, by '<op_id>_lhs_scale'."""
+    found: dict[str, Any] = {}
+    for scale in each.plan.scales:
+        if is_fixed(scale):
+            made = fixed_scale(scale)
+        elif scale.name in stats.entries:
+            made = static_scale(scale, stats.statistic(scale.name))
+        else:
+            continue  # of a way of calling the layer that calibration did not take
+        name = scale.name.rpartition("/")[2]
+        found |= {name + end: value for end, value in made.items()}
+    return found
+
+
+def _check_weights(each: LayerPlan) -> None:
+    """Raise if a weight cannot be quantized for its values."""
+    own = named_variables(each.layer)
+    for leaf in each.plan.leaves:
+        if leaf.how is not None:
+            check_finite(own[leaf.path.rpartition("/")[2]].value, leaf.path)
 
 
 def _bytes(each: LayerPlan) -> int:
@@ -260,32 +289,6 @@ def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
         return
     for batch in with_progress(calib_function, "Calibrating", show=progress):
         model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
-
-
-def _reached(
-    planned: Sequence[LayerPlan], collectors: Sequence[Collector], stats: Any
-) -> list[LayerPlan]:
-    """The layers that ran and whose every range is known; the others are an error or stay float.
-
-    A layer that can be called in several ways, such as a table that projects too, has the ranges of
-    those it was called in. Another one is an error when it is called.
-    """
-    ran = {id(each.layer_plan): each for each in collectors if each.calls}
-
-    def missed(each: LayerPlan) -> bool:
-        if not any(not is_fixed(scale) for scale in each.plan.scales):
-            return False
-        collector = ran.get(id(each))
-        return collector is None or any(name not in stats.entries for name in collector.operands)
-
-    lost = [each for each in planned if missed(each)]
-    if lost:
-        paths = ", ".join(each.path for each in lost[:5]) + (", ..." if len(lost) > 5 else "")
-        message = _MSG_UNREACHED.format(count=len(lost), paths=paths)
-        if any(each.choice.config is None or each.choice.config.strict for each in lost):
-            raise CalibrationError(message)
-        warnings.warn(message, stacklevel=3)
-    return [each for each in planned if not missed(each)]
 
 
 def _check_model(model: Any) -> None:

@@ -10,7 +10,7 @@ import keras
 from fewbit._plan import Plan
 from fewbit.keras._choices import Choice
 from fewbit.keras._classes import is_quantized
-from fewbit.keras._examples import example_calls
+from fewbit.keras._examples import Examples
 from fewbit.keras._planning import LayerPlan, layer_runs, layers_of, merge
 from fewbit.keras._state import named_variables
 from fewbit.keras._variables import value_of
@@ -69,7 +69,8 @@ def float_variables(layer: Any) -> Mapping[str, keras.Variable]:
 
 def plan_done(model: keras.Layer, quant_config: Any = None) -> Plan:
     """The plan of a model that is quantized: what was done to each layer."""
-    planned = [_planned(path, layer) for path, layer in quantized_layers(model).items()]
+    examples = Examples(model)
+    planned = [_planned(path, layer, examples) for path, layer in quantized_layers(model).items()]
     plan = merge(planned, model, {})
     notes = () if quant_config is None else (_NOTE_CONFIG,)
     parts = {
@@ -82,28 +83,20 @@ def plan_done(model: keras.Layer, quant_config: Any = None) -> Plan:
     return replace(plan, leaves=leaves, notes=(*plan.notes, *notes))
 
 
-def _planned(path: str, layer: Any) -> LayerPlan:
+def _planned(path: str, layer: Any, examples: Examples) -> LayerPlan:
     """The plan of one layer, its weights seen as the floats that they stand for."""
     state = layer._fewbit
     stored = {
         name: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for name, v in state.hollow.items()
     }
     own = {**float_variables(layer), **state.hollow}
-    runs = []
-    for number, (args, kwargs) in enumerate(example_calls(layer, state.rule)):
-        method = "__call__" if number == 0 else f"call{number + 1}"
-        runner, dynamic, _ = state.program.prepare(
-            own,
-            stored,
-            {},
-            args,
-            kwargs,
-            abstract=True,
-            method=method,
-            beside=state.remembered.variables.values(),
-        )
-        runs.append((runner, dynamic))
-    plan = layer_runs(runs)
+    beside = list(state.remembered.variables.values())
+    plan = examples.first(
+        layer,
+        state.rule,
+        lambda calls: layer_runs(state.program.runs(calls, own, stored, beside)),
+        known=state.program.calls,
+    )
     plain = QuantizationRule()
     axes = plain.act_batch_axes if state.rule.act_static_scale else state.rule.act_batch_axes
     shown = state.rule.replace(module_path=".*", op_names=plain.op_names, act_batch_axes=axes)

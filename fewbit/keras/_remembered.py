@@ -19,6 +19,7 @@ import numpy as np
 from fewbit.engine import Runner
 from fewbit.keras._variables import add_variable, drop_variables, unlocked
 from fewbit.models.planning import empty_histories_of, empty_statistics_of
+from fewbit.static_scales import is_one_number
 from fewbit.trained_statistics import COUNT, Statistic, entry
 from fewbit.training.delayed import SUFFIX, two_uses
 
@@ -75,7 +76,8 @@ class Remembered:
         result, found = runner.collecting(dynamic)
         for name, statistic in found.items():
             for key, value in statistic.items():
-                self.variables[entry(_last(name), key)].assign(value)
+                variable = self.variables[entry(_last(name), key)]
+                variable.assign(value.reshape(variable.shape))
         return result
 
     @property
@@ -108,7 +110,7 @@ class Remembered:
             held = self.variables.get(name)
             if held is None and not name.endswith(SUFFIX):
                 continue  # of a range that the rule itself says
-            if held is None or tuple(held.shape) != value.shape:
+            if held is None or not _serves(held.shape, value.shape):
                 found = "nothing" if held is None else f"the shape {tuple(held.shape)}"
                 what = f"its {name} needs the shape {value.shape}, and there is {found}"
                 raise ValueError(_MSG_CALL.format(path=path, what=what))
@@ -159,6 +161,11 @@ class _Phase(keras.Layer):
 @functools.cache
 def _phase() -> keras.Layer:
     return _Phase(name="fewbit_phase", dtype="float32")
+
+
+def _serves(held: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether the forms are one; a single number serves inputs of every rank."""
+    return tuple(held) == tuple(wanted) or (is_one_number(held) and is_one_number(wanted))
 
 
 def _last(name: str) -> str:

@@ -58,17 +58,8 @@ def to_file(array: Any, qtype: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
 
 def from_file(stored: Any, about: Any, where: str, what: str, qtype: Any = None) -> np.ndarray:
     """The array that `to_file` was given."""
-    try:
-        dtype, shape, bits = _DTYPES[about["dtype"]], tuple(about["shape"]), about["bits"]
-        wanted = _stored_shape(dtype, shape, bits)
-        given = about["checksum"]
-    except (KeyError, TypeError) as error:
-        raise damaged(where, what, f"its description lacks {error}") from None
-    stored = np.asarray(stored)
-    if stored.shape != wanted:
-        raise damaged(where, what, f"expected the shape {wanted}, found {stored.shape}")
-    if _hash(stored) != given:
-        raise damaged(where, what, "checksum")
+    stored, dtype, shape = checked(stored, about, where, what)
+    bits = about["bits"]
     if bits is None:
         plain = dtype.name in _PLAIN
         return stored if plain else np.array(stored).view(dtype).reshape(shape)
@@ -79,7 +70,30 @@ def from_file(stored: Any, about: Any, where: str, what: str, qtype: Any = None)
     return unpack(stored, bits, last, dtype).reshape(shape)
 
 
-def _stored_shape(dtype: np.dtype, shape: tuple[int, ...], bits: int | None) -> tuple[int, ...]:
+def checked(
+    stored: Any, about: Any, where: str, what: str
+) -> tuple[np.ndarray, np.dtype, tuple[int, ...]]:
+    """What a file holds, with the dtype and shape it stands for, if it is what was written."""
+    try:
+        dtype, shape = _DTYPES[about["dtype"]], tuple(about["shape"])
+        wanted, given = stored_shape(about), about["checksum"]
+    except (KeyError, TypeError) as error:
+        raise damaged(where, what, f"its description lacks {error}") from None
+    stored = np.asarray(stored)
+    if stored.shape != wanted:
+        raise damaged(where, what, f"expected the shape {wanted}, found {stored.shape}")
+    if _hash(stored) != given:
+        raise damaged(where, what, "checksum")
+    return stored, dtype, shape
+
+
+def stored_shape(about: Any) -> tuple[int, ...]:
+    """The shape in the file of an array that is described so.
+
+    >>> stored_shape({'dtype': 'int4', 'shape': [3, 5], 'bits': 4})
+    (3, 3)
+    """
+    dtype, shape, bits = _DTYPES[about["dtype"]], tuple(about["shape"]), about["bits"]
     if bits is not None:
         return (*shape[:-1], packed_length(shape[-1] if shape else 1, bits))
     return shape if dtype.name in _PLAIN else (math.prod(shape) * dtype.itemsize,)

@@ -18,6 +18,10 @@ _MSG_UNKNOWN = (
 )
 
 
+class UnknownClassError(ValueError):
+    """A file names a class that nobody defined or gave here."""
+
+
 def reference(cls: type[keras.Layer]) -> dict[str, Any]:
     """How a file names a class.
 
@@ -50,5 +54,5 @@ def resolve(named: Any, where: str) -> type[keras.Layer]:
         except ImportError:
             found = None
     if not (isinstance(found, type) and issubclass(found, keras.Layer)):
-        raise ValueError(_MSG_UNKNOWN.format(where=where, name=name))
+        raise UnknownClassError(_MSG_UNKNOWN.format(where=where, name=name))
     return found

@@ -2,21 +2,31 @@
 
 A layer's config gets a 'fewbit' record: its class, its own decision if it is quantized itself
 ('own'), and those of the layers inside it ('below'), which the configs of most layers do not show.
+What `quantize_model` was given has the model alone ('quant_config'): for reading
+(`_quant_config`), never to decide by again.
 """
 
+import copy
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from fewbit.keras._config_base import JaxBaseConfig
 from fewbit.keras._serial_classes import reference
 from fewbit.keras._serial_format import sealed
 from fewbit.keras._serial_tree import places
 from fewbit.keras._state import LayerState
 from fewbit.numerics import qtype_name
-from fewbit.rules_io import rule_to_dict
+from fewbit.rules import QuantizationRule
+from fewbit.rules_io import rule_from_dict, rule_to_dict
 
 KEY = "fewbit"
+_MSG_CONFIG = (
+    "{name} is loaded as it was saved, but the config that it was quantized by cannot be read "
+    "here, so it has no _quant_config: {error}"
+)
 
 
 def record_of(layer: Any) -> dict[str, Any]:
@@ -26,7 +36,37 @@ def record_of(layer: Any) -> dict[str, Any]:
         for place, child in places(layer).items()
         if hasattr(child, "_fewbit_original")
     }
-    return sealed({**_fields(layer), "below": below})
+    return sealed({**_fields(layer), "below": below, **_written(layer)})
+
+
+def keep_config(model: Any, quant_config: Any) -> Any:
+    """The model, which tells as `_quant_config` what it was quantized by."""
+    own = isinstance(quant_config, JaxBaseConfig)  # which may be changed afterwards
+    model._quant_config = copy.deepcopy(quant_config) if own else quant_config
+    return model
+
+
+def give_config(model: Any, record: Mapping[str, Any]) -> None:
+    """Let a model that is made from a record tell what it was quantized by."""
+    written = record.get("quant_config")
+    if written is None:
+        return
+    try:
+        if isinstance(written, list):
+            model._quant_config = [rule_from_dict(rule) for rule in written]
+        else:
+            model._quant_config = JaxBaseConfig.from_dict(written)
+    except (TypeError, ValueError) as error:
+        warnings.warn(_MSG_CONFIG.format(name=model.name, error=error), stacklevel=2)
+
+
+def _written(layer: Any) -> dict[str, Any]:
+    config = getattr(layer, "_quant_config", None)
+    if isinstance(config, JaxBaseConfig):
+        return {"quant_config": config.to_dict()}
+    if isinstance(config, list | tuple) and all(type(rule) is QuantizationRule for rule in config):
+        return {"quant_config": [rule_to_dict(rule) for rule in config]}
+    return {}  # of a provider the layers have all that counts
 
 
 def _fields(layer: Any) -> dict[str, Any]:

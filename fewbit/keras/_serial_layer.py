@@ -1,6 +1,7 @@
 """What quantized layers, and layers that hold some, do when Keras saves and loads them."""
 
 import functools
+import warnings
 from typing import Any
 
 import keras
@@ -32,6 +33,8 @@ class Saveable:
 
     def load_own_variables(self, store: Any) -> None:
         _settle(self)
+        if hasattr(self, "_fewbit_waiting"):
+            self._fewbit_waiting.check()
         state = getattr(self, "_fewbit", None)
         if state is None:
             return super().load_own_variables(store)  # type: ignore[misc]
@@ -65,7 +68,11 @@ def methods(original: type[keras.Layer]) -> dict[str, Any]:
 
     @functools.wraps(original.build_from_config)
     def build_from_config(self: Any, config: Any) -> None:
-        original.build_from_config(self, config)
+        with warnings.catch_warnings():
+            # Of a layer without a build(): what is inside is built when the model calls it, and
+            # `load_own_variables` sees to it that it was.
+            warnings.filterwarnings("ignore", r"`build\(\)` was called on layer", UserWarning)
+            original.build_from_config(self, config)
         _settle(self)
 
     @functools.wraps(original.add_weight)

@@ -15,10 +15,10 @@ from fewbit.keras._program import LayerProgram
 from fewbit.keras._qat import add_seed
 from fewbit.keras._remembered import empty as empty_memory
 from fewbit.keras._serial_classes import resolve
-from fewbit.keras._serial_config import KEY, name_in, saved_dtype
+from fewbit.keras._serial_config import KEY, give_config, name_in, saved_dtype
 from fewbit.keras._serial_format import damaged, opened
 from fewbit.keras._serial_layer import Saveable
-from fewbit.keras._serial_tree import places
+from fewbit.keras._serial_tree import described, places
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._variables import hollow
@@ -26,7 +26,13 @@ from fewbit.rules_io import rule_from_dict
 
 _MSG_PLACE = (
     "{where} was saved with a quantized {name} at {place!r}, but what its config builds has "
-    "{found} there. The code of the model changed since; load it with the code that saved it."
+    "{found}. Its code changed since (load it with the code that saved it), or its config does not "
+    "tell of that layer."
+)
+_MSG_LATE = (
+    "{where} was saved with a quantized {name} at {place!r}, which is not there yet: {parent} is "
+    "not built. Give the class that holds it a build() that builds it, or call the model once and "
+    "load its weights then."
 )
 _MSG_RESHAPED = (
     "{where}/{place} was saved as {qtype} with the shape {saved}, but is built with {found}: it "
@@ -37,13 +43,89 @@ _MSG_RESHAPED = (
 class _Waiting:
     """What is still to be done to a layer once it is built."""
 
-    def __init__(self, do: Callable[[Any], None]):
-        self._do, self._done = do, False
+    def __init__(self, do: Callable[[Any], None], inside: "_Inside | None" = None):
+        self._do, self._done, self._inside = do, False, inside
 
     def __call__(self, layer: Any, built: bool = False) -> None:
         if not self._done and (built or layer.built):
             self._done = True
             self._do(layer)
+
+    def check(self) -> None:
+        """Raise if values are about to be loaded for a layer that is not there."""
+        if self._inside is not None:
+            self._inside.check()
+
+
+class _Inside:
+    """The quantized layers inside one, each made so as soon as it is there.
+
+    A layer without a `build` of its own counts as built before the layers inside it are: those make
+    their own sublayers, as attention does, when it is first called. Places inside a layer hold once
+    it is built: a Sequential has one layer more then.
+    """
+
+    def __init__(self, layer: Any, below: Mapping[str, Any], where: str):
+        self._layer, self._waiting, self._where = layer, dict(below), where
+        self._adopting = False
+
+    def adopt(self, finally_: bool = False) -> None:
+        """`finally_`, those that are built in a layer that never is, as nobody calls it."""
+        found = places(self._layer) if self._waiting else {}
+        self._adopting = True  # which makes no layers, so that one walk finds all
+        for place in [place for place in self._waiting if place in found]:
+            ready = all(found[each].built for each in _around(place) if each in found)
+            if ready or (finally_ and found[place].built):
+                self._adopt(found[place], place, self._waiting.pop(place))
+        self._adopting = False
+        with keras.StatelessScope():
+            pass  # leaving it makes Keras give the variables that stay float their first values
+
+    def _adopt(self, child: Any, place: str, fields: Mapping[str, Any]) -> None:
+        if hasattr(child, "_fewbit_original"):
+            return  # its own config made it so
+        name = fields["class"]["name"]
+        if type(child).__name__ != name:
+            self._refuse(place, name, f"a {type(child).__name__} there")
+        if fields["own"] is None:
+            child.__class__ = holder_class(type(child))
+            child._fewbit_waiting = _Waiting(lambda child: self._go_on(place))
+        else:
+            _adopt(child, fields["own"], self._where, place, lambda: self._go_on(place))
+        if hasattr(child, "_fewbit_waiting"):
+            child._fewbit_waiting(child)
+
+    def _go_on(self, place: str) -> None:
+        if not self._adopting and any(each.startswith(f"{place}/") for each in self._waiting):
+            self.adopt()
+
+    def check(self) -> None:
+        if not self._waiting:
+            return
+        self.adopt(finally_=True)
+        for place, fields in self._waiting.items():
+            found, name = places(self._layer), fields["class"]["name"]
+            around = [found[each] for each in _around(place) if each in found]
+            for parent in around:
+                if not parent.built:
+                    text = dict(where=self._where, name=name, place=place)
+                    raise ValueError(_MSG_LATE.format(**text, parent=described(parent)))
+            holder = described([self._layer, *around][-1])
+            self._refuse(place, name, f"nothing there: {holder} does not have it")
+
+    def _refuse(self, place: str, name: str, found: str) -> None:
+        text = _MSG_PLACE.format(where=self._where, name=name, place=place, found=found)
+        raise ValueError(text)
+
+
+def _around(place: str) -> list[str]:
+    """What may be the places of the layers around one.
+
+    >>> _around('blocks/0/up')
+    ['blocks', 'blocks/0']
+    """
+    parts = place.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def restored(config: Mapping[str, Any]) -> Any:
@@ -65,15 +147,18 @@ def restored(config: Mapping[str, Any]) -> Any:
         layer = super(Saveable, cls).from_config(plain)
         layer.__class__ = cls  # where the class's own from_config names another
 
+    inside = _Inside(layer, below, where)
+
     def finish(layer: Any) -> None:
         if own is not None:
             _make_ready(layer, own)
-        _adopt_below(layer, below, where)
+        inside.adopt()
         guard_training(layer)
 
     if own is not None:
         layer._fewbit = _state(layer, original, own, where)
-    layer._fewbit_waiting = _Waiting(finish)
+    give_config(layer, record)
+    layer._fewbit_waiting = _Waiting(finish, inside)
     layer._fewbit_waiting(layer)
     return layer
 
@@ -87,25 +172,9 @@ def _without_values(original: type[keras.Layer], config: dict[str, Any]) -> kera
         return original.from_config(copy.copy(config))
 
 
-def _adopt_below(layer: Any, below: Mapping[str, Any], where: str) -> None:
-    found = places(layer) if below else {}
-    for place, fields in below.items():
-        child = found.get(place)
-        if hasattr(child, "_fewbit_original"):
-            continue  # its own config made it so
-        name = fields["class"]["name"]
-        if child is None or type(child).__name__ != name:
-            there = "nothing" if child is None else f"a {type(child).__name__}"
-            raise ValueError(_MSG_PLACE.format(where=where, name=name, place=place, found=there))
-        if fields["own"] is None:
-            child.__class__ = holder_class(type(child))
-        else:
-            _adopt(child, fields["own"], where, place)
-    with keras.StatelessScope():
-        pass  # leaving it makes Keras give the variables that stay float their first values
-
-
-def _adopt(child: Any, own: Mapping[str, Any], where: str, place: str) -> None:
+def _adopt(
+    child: Any, own: Mapping[str, Any], where: str, place: str, then: Callable[[], None]
+) -> None:
     variables = named_variables(child)
     for name, about in own["stored"].items():
         found = variables[name].shape if name in variables else None
@@ -118,8 +187,11 @@ def _adopt(child: Any, own: Mapping[str, Any], where: str, place: str) -> None:
             return
     become(child, _state(child, type(child), own, f"{where}/{place}"))
 
-    child._fewbit_waiting = _Waiting(lambda child: _make_ready(child, own))
-    child._fewbit_waiting(child)
+    def finish(child: Any) -> None:
+        _make_ready(child, own)
+        then()
+
+    child._fewbit_waiting = _Waiting(finish)
 
 
 def _make_ready(layer: Any, own: Mapping[str, Any]) -> None:
@@ -160,7 +232,7 @@ def empty(layer: Any) -> None:
                     where=layer.path or layer.name,
                     name="variable",
                     place=name,
-                    found=", ".join(variables) or "none",
+                    found=f"{', '.join(variables) or 'none'} there",
                 )
             )
         hollow(layer, variables[name], None)

@@ -37,6 +37,15 @@ def places(layer: keras.Layer) -> dict[str, keras.Layer]:
     return found
 
 
+def described(layer: keras.Layer) -> str:
+    """How messages name a layer.
+
+    >>> described(keras.layers.Dense(2, name='up'))
+    "Dense 'up'"
+    """
+    return f"{getattr(layer, '_fewbit_original', type(layer)).__name__} '{layer.name}'"
+
+
 def _children(layer: keras.Layer) -> Iterator[tuple[str, keras.Layer]]:
     attributes = [(name, value) for name, value in vars(layer).items() if name not in _BOOKKEEPING]
     for name, value in sorted(attributes, key=lambda pair: pair[0].startswith("_")):

@@ -20,9 +20,11 @@ from fewbit.qarray import WithAux, dequantize
 from fewbit.qarray import pack as pack_codes
 
 _PARTS = ("qvalue", "scale", "zero_point", "tensor_scale")
+# Not fp8: Keras has variables of it, but neither Keras nor KerasHub knows how large they are, which
+# `summary` and `save_to_preset` ask.
 _KERAS_DTYPES = frozenset(
     ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-    + ("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+    + ("float16", "bfloat16", "float32", "float64")
 )
 _MSG_ASSIGN = (
     "{path} is stored as {qtype} and cannot be assigned to. Set the float model's weights and "

@@ -24,3 +24,4 @@ from fewbit.kernels._panel_product import ROWS as ROWS
 from fewbit.kernels._panel_product import panel_product as panel_product
 from fewbit.kernels._quantize import quantize_natively as quantize_natively
 from fewbit.kernels._speed import runs_on as runs_on
+from fewbit.kernels._steps import fused_activation as fused_activation

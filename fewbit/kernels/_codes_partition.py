@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fewbit.kernels._partition import mesh_axes, whole_everywhere
+from fewbit.kernels._partition import described, mesh_axes, ways_of, whole_everywhere
 
 
 def free_axes(shape: Sequence[Any], *taken: Sequence[int]) -> list[int]:
@@ -47,7 +47,8 @@ def spread_codes(
 ) -> jax.Array:
     """`call(*operands, spec=spec)` (lhs, rhs and their scales), shared by the devices."""
     ranks = tuple(operand.ndim for operand in operands)
-    return _spreading(call, scaled, spec, ranks)(*operands)
+    with described(call, spec, ranks):
+        return _spreading(call, scaled, spec, ranks)(*operands)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +72,9 @@ def _spreading(call: Any, scaled: Any, spec: Any, ranks: tuple[int, ...]) -> Any
             ]
             entry = found[0] if found[1] is None else found[1]
             axes = entry or ()
-            if found[0] in (None, entry) and not used & set(axes):
+            # What fills up the last part of an uneven split is no number, and would be summed.
+            even = operands[0].shape[names[0].index(name)] % ways_of(mesh, entry) == 0
+            if even and found[0] in (None, entry) and not used & set(axes):
                 place[name] = entry
                 used |= set(axes)
                 summed += axes

@@ -7,6 +7,7 @@ import os
 
 from fewbit.kernels._backend import asked_backend
 from fewbit.kernels._native import native_part
+from fewbit.kernels._steps import BY_STEPS, xla_steps
 
 # For a machine without the compiled part: the CPU flags that the kernels of each level need.
 # Words as in fewbit/native/isa.cc.
@@ -14,6 +15,10 @@ _ISA_FLAGS = {
     "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
 }
+
+
+_MSG_FUSED = "done by a product's kernel, by the steps that XLA takes here ({steps})"
+_MSG_APART = "done by XLA after a product: no kernel takes the steps that XLA takes here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,14 @@ class KernelInfo:
     backend: str = "native"
     forced: str | None = None
 
+    @property
+    def steps(self) -> str | None:
+        """How the kernels compute silu and sigmoid with XLA's bits; None if XLA alone does.
+
+        The first question in a process compiles a small function with XLA to compare.
+        """
+        return xla_steps() if self.native and self.backend == "native" else None
+
     def __str__(self) -> str:
         if self.native:
             native = f"yes, {self.path} (built with {self.built_with})"
@@ -47,11 +60,15 @@ class KernelInfo:
                 native += f"; not used, XLA runs everything: {self.forced}"
         else:
             native = f"no, XLA runs everything: {self.missing}"
+        by_steps = _MSG_APART if self.steps is None else _MSG_FUSED.format(steps=self.steps)
+        if self.backend == "xla":
+            by_steps = "done by XLA"
         return "\n".join(
             (
                 f"native kernels: {native}",
                 f"CPU:            {self.isa}",
                 f"threads:        {self.threads}",
+                f"{', '.join(BY_STEPS) + ':':16}{by_steps}",
             )
         )
 
@@ -64,6 +81,7 @@ def info() -> KernelInfo:
     native kernels: ...
     CPU:            ...
     threads:        ...
+    silu, sigmoid:  ...
     """
     part = native_part()
     missing = part.missing

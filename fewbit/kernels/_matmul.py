@@ -88,7 +88,8 @@ def matmul(
       act_tile: k that share an activation scale: 0 for all, or `group`.
       transposed: x is a float [M, n], and the result [M, k].
       out_dtype: float32, bfloat16, or int32: the sums of codes, without any scale.
-      activation: a function of each result, after the bias (`_finish.ACTIVATIONS`).
+      activation: a function of each result, after the bias, by the kernels' own name
+        (`_steps.fused_activation`).
 
     >>> from fewbit.kernels import native_available
     >>> def ones(shape, dtype):

@@ -8,7 +8,9 @@ import functools
 import importlib.util
 import os
 import pathlib
+import re
 import threading
+import warnings
 
 import jax
 
@@ -32,6 +34,9 @@ FUNCTIONS = (
 )
 """Symbols of the library, which are also the names of the FFI targets."""
 
+ACTIVATION_FUNCTION = "fewbit_activation"
+"""Symbol of the library: what an activation makes of numbers, called without XLA."""
+
 _LIBRARY_NAME = "libfewbit_native.so"
 
 _MSG_OFF = f"turned off: {LIBRARY_VARIABLE} is set and empty; unset it to use the native part"
@@ -44,10 +49,16 @@ _MSG_NOT_LOADED = (
     "{path} does not load: {error}. Rebuild it for this machine: "
     "`pip install --force-reinstall --no-deps .`"
 )
+_MSG_OTHER_FFI = (
+    "{path} was built against jaxlib {built} (FFI {major}.{minor}), and jaxlib {here} (FFI {ffi}), "
+    "which takes that of its own age and older ones, would not start with it. "
+    "Rebuild it: `pip install --force-reinstall --no-deps .`"
+)
 _MSG_NOT_REGISTERED = (
     "jaxlib {here} refuses the functions of {path}, built against jaxlib {built} "
     "(FFI {major}.{minor}): {error}. Rebuild it: `pip install --force-reinstall --no-deps .`"
 )
+_MSG_UNUSED = "The native kernels are not used, XLA runs everything: {missing}."
 
 _registration = threading.Lock()
 
@@ -57,8 +68,9 @@ class NativePart:
     """The compiled library, open and registered, or the reason why it is not.
 
     Attributes:
-      path: the file, or None if there is none.
+      path: the file that was found or named, or None.
       missing: why the native part cannot be used; None if it can.
+      refused: a setting that cannot be followed, which is then `missing` too.
       isa: the kernels it uses (`avx512_vnni`, `avx2`, `portable`).
       jaxlib: the jaxlib version whose FFI headers it was compiled with.
       ffi: the FFI version of those headers.
@@ -66,6 +78,7 @@ class NativePart:
 
     path: str | None = None
     missing: str | None = None
+    refused: str | None = None
     isa: str | None = None
     jaxlib: str | None = None
     ffi: str | None = None
@@ -74,13 +87,21 @@ class NativePart:
 def native_available() -> bool:
     """Whether the compiled part is used in this process and place. The first call opens it.
 
-    Not under `backend('xla')`, nor with FEWBIT_BACKEND=xla.
+    Not under `backend('xla')`, nor with FEWBIT_BACKEND=xla. A FEWBIT_ISA that this CPU does not
+    have is an error; a library that is there and cannot be used is told once.
 
     >>> import fewbit.kernels
     >>> fewbit.kernels.native_available() == (fewbit.kernels.info().backend == 'native')
     True
     """
-    return asked_backend()[0] != "xla" and native_part().missing is None
+    if asked_backend()[0] == "xla":
+        return False
+    part = native_part()
+    if part.refused is not None:
+        raise ValueError(part.refused)
+    if part.missing is not None and part.path is not None:
+        _say_once(part.missing)
+    return part.missing is None
 
 
 def native_part() -> NativePart:
@@ -95,13 +116,19 @@ def native_part() -> NativePart:
 
 
 @functools.cache
+def _say_once(missing: str) -> None:
+    warnings.warn(_MSG_UNUSED.format(missing=missing), RuntimeWarning, stacklevel=3)
+
+
+@functools.cache
 def _open_and_register() -> NativePart:
     path, missing = _find()
-    if path is None:
-        return NativePart(missing=missing)
+    if path is None or missing is not None:
+        return NativePart(path=None if path is None else str(path), missing=missing)
     try:
         library = ctypes.CDLL(str(path))
         symbols = {name: getattr(library, name) for name in FUNCTIONS}
+        getattr(library, ACTIVATION_FUNCTION)  # not an old build of the library
         isa = _text(library, "fewbit_isa")
         isa_problem = _text(library, "fewbit_isa_problem")
         built = _text(library, "fewbit_jaxlib_version")
@@ -111,7 +138,14 @@ def _open_and_register() -> NativePart:
         return NativePart(path=str(path), missing=_MSG_NOT_LOADED.format(path=path, error=error))
     part = NativePart(path=str(path), isa=isa, jaxlib=built, ffi=f"{major}.{minor}")
     if isa_problem:
-        return dataclasses.replace(part, missing=isa_problem)
+        return dataclasses.replace(part, missing=isa_problem, refused=isa_problem)
+    here = _ffi_here()
+    if here is not None and (major != here[0] or minor > here[1]):
+        reason = _MSG_OTHER_FFI.format(
+            here=_jaxlib_version(), path=path, built=built, major=major, minor=minor,
+            ffi="{}.{}".format(*here),
+        )  # fmt: skip
+        return dataclasses.replace(part, missing=reason)
     try:
         for name, symbol in symbols.items():
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(symbol), platform="cpu")
@@ -123,13 +157,28 @@ def _open_and_register() -> NativePart:
     return part
 
 
+def _ffi_here() -> tuple[int, int] | None:
+    """The FFI version of the jaxlib that runs, as its own headers have it; None without headers.
+
+    Asked before anything is registered: what JAX refuses is an error when its CPU backend starts,
+    which may be long after, and then of every program.
+    """
+    header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    try:
+        text = header.read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = dict(re.findall(r"^#define XLA_FFI_API_(MAJOR|MINOR) (\d+)$", text, re.MULTILINE))
+    return (int(found["MAJOR"]), int(found["MINOR"])) if len(found) == 2 else None
+
+
 def _find() -> tuple[pathlib.Path | None, str | None]:
     named = os.environ.get(LIBRARY_VARIABLE)
     if named is not None:
         if not named:
             return None, _MSG_OFF
         if not os.path.isfile(named):
-            return None, _MSG_NOT_THERE.format(path=named)
+            return pathlib.Path(named), _MSG_NOT_THERE.format(path=named)
         return pathlib.Path(named), None
     # An editable install has two places: the sources and what the build installed.
     spec = importlib.util.find_spec("fewbit")

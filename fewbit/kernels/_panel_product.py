@@ -29,6 +29,7 @@ from fewbit.kernels._partition import (
     spread,
     weight_rule,
 )
+from fewbit.kernels._steps import fused_activation
 from fewbit.packing_panels import pack_parts
 
 ROWS = ("float32", "bfloat16")
@@ -53,7 +54,8 @@ def panel_product(
     [M or 1, K/act_tile] in x's type, and `act='codes'` says that x is int8 codes of it already.
     With `group_sizes` the weight is a stack, of which each entry gets so many of the rows, as in
     `jax.lax.ragged_dot`. `bias` [N], float32 or bfloat16, and then `activation` ('relu', 'gelu',
-    ...) are applied before the result is rounded to `out_dtype`.
+    ...) are applied before the result is rounded to `out_dtype`; the activation by XLA where the
+    kernels do not have its bits.
 
     >>> from fewbit._qarray_panels import to_panels
     >>> from fewbit.qarray import quantize
@@ -74,6 +76,10 @@ def panel_product(
         raise ValueError(f"x must have the shape [rows, {k}], got {tuple(x.shape)}.")
     check_activation(activation)
     check_bias(bias, n)
+    if native_available() and fused_activation(activation) is None:
+        given: dict[str, Any] = dict(act=act, act_scale=act_scale, act_tile=act_tile, bias=bias)
+        wide = panel_product(x, weight, group_sizes=group_sizes, **given)
+        return finish(wide, None, activation).astype(out_dtype)
     out = jnp.dtype(out_dtype).name
     spec = Product(
         str(weight._static[0]), k, n, view.tile, act, act_tile, out, activation=activation
@@ -166,7 +172,7 @@ def _on_one_device(
         act_tile=spec.act_tile,
         transposed=spec.transposed,
         out_dtype=spec.out_dtype,
-        activation=spec.activation,
+        activation=fused_activation(spec.activation),
     )
 
 

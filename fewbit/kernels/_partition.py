@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fewbit._version import __version__
 from fewbit.packing_panels import COLUMNS
 
 Local = Callable[..., jax.Array]  # on one device: local(*operands, spec=spec)
@@ -31,7 +33,23 @@ def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any, rule: str) 
     axis of the result; 'p' are panels, which its last axis '(p c)' is made of if they can be shared
     (`shares_panels`). `spec` has `n`, the number of columns.
     """
-    return _spreading(local, spec, rule)(*operands)
+    with described(local, spec, rule):
+        return _spreading(local, spec, rule)(*operands)
+
+
+def described(local: Local, spec: Any, rule: Any) -> Any:
+    """A context in which a partitioned call carries in the program what it is.
+
+    The program itself holds nothing of it but the address of a Python object, and addresses come
+    again: JAX's compilation cache on disk would take one call's machine code for another's.
+    """
+    name = f"{local.__module__}.{local.__qualname__}"
+    return set_xla_metadata(fewbit_call=f"{__version__} {name} {spec} {rule}")
+
+
+def ways_of(mesh: Any, names: tuple[str, ...] | None) -> int:
+    """Into how many parts mesh axes split an axis."""
+    return math.prod(mesh.shape[name] for name in names or ())
 
 
 def shares_panels(n: int) -> bool:
@@ -148,7 +166,7 @@ def _spreading(local: Local, spec: Any, rule: str) -> Any:
             return whole_everywhere(mesh, functools.partial(local, spec=spec), operands, result)
         places = mesh_axes(result, mesh)
         rows, columns = places[0] if right[0] == "m" else None, places[-1]
-        ways = math.prod(mesh.shape[name] for name in columns or ())
+        ways = ways_of(mesh, columns)
         if not by_panels or (spec.n // COLUMNS) % ways:
             columns, ways = None, 1
         mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
@@ -167,7 +185,7 @@ def weight_rule(panel: str, has_zero: bool) -> list[str]:
     """The factors of a packed weight: data, scale, zero, tensor_scale, layer.
 
     >>> weight_rule('p', False)
-    ['e p b w c d', 'e p g c', 'z', '', '']
+    ['e p b u c d', 'e p g c', 'z', '', '']
     """
     part = f"e {panel} g c"
-    return [f"e {panel} b w c d", part, part if has_zero else "z", "", ""]
+    return [f"e {panel} b u c d", part, part if has_zero else "z", "", ""]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+from jax.export import is_symbolic_dim
 
 # XLA's integer product needs a few rows to pay for quantizing them (bench/products.py); its integer
 # convolution is as fast as float32 at best, and far slower at worst (bench/convolutions.py).
@@ -28,7 +29,5 @@ def runs_on(what: str, rows: int) -> str:
 
 
 def _many(rows: Any) -> bool:
-    try:
-        return bool(rows >= _ROWS_FOR_INT8)
-    except jax.core.InconclusiveDimensionOperation:  # a symbolic batch: it may be many
-        return True
+    # A symbolic batch may be many.
+    return is_symbolic_dim(rows) or bool(rows >= _ROWS_FOR_INT8)

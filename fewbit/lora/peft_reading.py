@@ -1,6 +1,5 @@
 """Adapters from a folder that PEFT or `save_adapters` wrote."""
 
-import json
 import math
 import os
 import re
@@ -13,10 +12,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from fewbit._files import SMALL_BYTES
+from fewbit._patterns import PatternError, compile_pattern
 from fewbit._plan_adapter import AdapterPlan
 from fewbit.adapter_init import check_leaf, place
 from fewbit.adapter_trees import leaves_by_path, put_adapters
-from fewbit.io.errors import CheckpointError
+from fewbit.io._given_files import read_object
+from fewbit.io.errors import CheckpointError, cut
 from fewbit.io.safetensors_file import SafetensorsFile
 from fewbit.lora import peft_names
 from fewbit.lora.peft_writing import CONFIG, TENSORS, config_inside, planned, strengths
@@ -50,6 +52,18 @@ _MSG_APART = (
     "does not belong to the {tensors} beside it: they differ in {what}. One of the two is from "
     "another save: the tensors were saved with {values}. Write that into it, or save the adapters "
     "again"
+)
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_MOST = 1e30
+_MSG_PATTERN = "has a bad {key}: {reason}. Correct it, or save the adapters again"
+_MSG_DTYPE = (
+    "a LoRA factor is one of {kinds}: {config} names no scale by which other types could be read"
+)
+_FIX_DTYPE = "Convert it with the tool that made it, or save the adapter in bfloat16."
+_MSG_NOT_FINITE = "holds {count} numbers that are NaN or infinite as {dtype}, the first at {index}"
+_FIX_NOT_FINITE = (
+    "They would spoil every result. Check the training run, or keep adapters in float32: the dtype "
+    "of the weight that they belong to."
 )
 _MSG_IGNORED = (
     "{path}: {count} tensors were left out ({first}, ...): no weight with an adapter takes them."
@@ -112,32 +126,42 @@ def load_adapters(
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(path, f"cannot be opened ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(path, f"is no JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(path, "is no adapter config", expected="an object", found="a value")
-    return _checked(path, config)
+    return _checked(path, read_object(path, SMALL_BYTES))
 
 
 def _checked(path: Any, config: dict[str, Any]) -> dict[str, Any]:
     kind = "DoRA" if config.get("use_dora") else str(config.get("peft_type"))
     if kind != "LORA":
-        raise CheckpointError(path, _MSG_KIND.format(kind=kind))
+        raise CheckpointError(path, _MSG_KIND.format(kind=kind[:60]))
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    for key, value in (("r", rank), ("lora_alpha", alpha)):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise CheckpointError(path, f"has no usable {key}", expected="a number", found=value)
+    _check_number(path, "r", rank, positive=True)
+    _check_number(path, "lora_alpha", alpha, positive=True)
     for key in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(config.setdefault(key, {}) or {}, Mapping):
+        patterns = config.setdefault(key, {}) or {}
+        if not isinstance(patterns, Mapping):
             raise CheckpointError(path, f"has no usable {key}", expected="an object", found="other")
+        for pattern, value in patterns.items():
+            _check_number(path, f"{key}[{cut(pattern)}]", value)
+            _check_pattern(path, key, pattern)
     if config.get("use_rslora"):
         fixed = round(alpha * math.sqrt(rank), 6)  # type: ignore[operator,arg-type]
         raise CheckpointError(path, _MSG_RSLORA.format(alpha=fixed))
     return config
+
+
+def _check_number(path: Any, key: str, value: Any, positive: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not abs(value) < _MOST or (positive and value <= 0):
+        what, words = f"has no usable {key}", "a positive number" if positive else "a number"
+        raise CheckpointError(path, what, expected=words, found=cut(value))
+
+
+def _check_pattern(path: Any, key: str, pattern: str) -> None:
+    try:
+        compile_pattern(pattern)  # on its own too: a parenthesis may close what is around it
+        compile_pattern(_at_the_end(pattern))
+    except (PatternError, re.error) as error:
+        raise CheckpointError(path, _MSG_PATTERN.format(key=key, reason=error)) from None
 
 
 def _check_together(path: Path, config: dict[str, Any], inside: dict[str, Any]) -> None:
@@ -176,7 +200,7 @@ def _factors(
         _check_alpha(config_path, config, plan, module)
         for tensor, wanted in zip(tensors, peft_names.shapes(plan), strict=True):
             _check_tensor(file, tensor, wanted, plan)
-        a, b = (file.read(tensor, copy=True) for tensor in tensors)
+        a, b = (_numbers(file, tensor, plan) for tensor in tensors)
         pairs[index] = peft_names.from_peft(plan, a, b)
         used.update(tensors)
     made = {}
@@ -188,10 +212,25 @@ def _factors(
     return used, made
 
 
+def _numbers(file: SafetensorsFile, tensor: str, plan: AdapterPlan) -> np.ndarray:
+    """A factor in the plan's type, in which each number must be one."""
+    with np.errstate(over="ignore"):
+        array = file.read(tensor, copy=True).astype(jnp.dtype(plan.dtype))
+    bad = np.argwhere(~np.isfinite(array))
+    if len(bad):
+        text = dict(count=len(bad), dtype=plan.dtype, index=tuple(map(int, bad[0])))
+        what = _MSG_NOT_FINITE.format(**text)
+        raise CheckpointError(file.path, what, tensor=tensor, fix=_FIX_NOT_FINITE)
+    return array
+
+
 def _check_tensor(
     file: SafetensorsFile, tensor: str, wanted: Sequence[int], plan: AdapterPlan
 ) -> None:
-    found = tuple(file.info(tensor).shape)
+    dtype, found = file.info(tensor).dtype, tuple(file.info(tensor).shape)
+    if dtype not in _FLOATS:
+        text = _MSG_DTYPE.format(config=CONFIG, kinds=", ".join(_FLOATS))
+        raise CheckpointError(file.path, f"is {dtype}, and {text}", tensor=tensor, fix=_FIX_DTYPE)
     if found == tuple(wanted):
         return
     axis = 0 if tensor.endswith(("A.weight", "_A")) else 1
@@ -207,7 +246,7 @@ def _check_tensor(
 def _check_alpha(path: Path, config: Mapping[str, Any], plan: AdapterPlan, module: str) -> None:
     found = _of_pattern(config["alpha_pattern"] or {}, module, config["lora_alpha"])
     if found != plan.rule.alpha:
-        times = plan.rule.alpha / found
+        times = plan.rule.alpha / found if found else math.inf
         text = dict(found=found, module=module, leaf=plan.leaf, wanted=plan.rule.alpha)
         raise CheckpointError(path, _MSG_ALPHA.format(**text, times=times, rule=plan.rule))
 
@@ -215,9 +254,13 @@ def _check_alpha(path: Path, config: Mapping[str, Any], plan: AdapterPlan, modul
 def _of_pattern(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
     """PEFT's patterns name a module by the end of its path, as a regular expression."""
     for key, value in pattern.items():
-        if re.fullmatch(rf"(.*\.)?({key})", module):
+        if compile_pattern(_at_the_end(key)).matches(module):
             return value
     return default
+
+
+def _at_the_end(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})"
 
 
 def _check_unused(file: SafetensorsFile, used: set[str], strict: bool) -> None:

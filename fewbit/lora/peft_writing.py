@@ -15,6 +15,7 @@ from fewbit._plan_adapter import AdapterPlan
 from fewbit.adapter_init import check_plan
 from fewbit.adapter_run import check_adapters
 from fewbit.boxes import is_box, unboxed
+from fewbit.io._given_files import read_object
 from fewbit.io._safetensors_header import dtype_name
 from fewbit.io.errors import CheckpointError
 from fewbit.io.safetensors_file import SafetensorsFile, SafetensorsWriter
@@ -92,16 +93,15 @@ def config_inside(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = (SafetensorsFile(path).metadata or {}).get(CONFIG_KEY, "{}")
         found = json.loads(text)
-    except (CheckpointError, ValueError):
+    except (CheckpointError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and "peft_type" in found else {}
 
 
 def _same_strength(path: Path, config: dict[str, Any]) -> bool:
     try:
-        old = json.loads(path.read_bytes())
-        return strengths(old) == strengths(config)
-    except (OSError, ValueError, AttributeError):
+        return strengths(read_object(path)) == strengths(config)
+    except CheckpointError:
         return False
 
 

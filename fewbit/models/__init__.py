@@ -27,6 +27,16 @@ _MSG_HOLDS_PARAMS = (
     "fewbit.plan(f, rules, model, x) and fewbit.quantize_params(model, plan)."
 )
 
+_MSG_STATS = (
+    "quantize_model of a {kind} makes no parameters, so it has no place for quant_stats. They go "
+    "with the parameters: quantize_params(params, fewbit.plan(model, rules, ...), quant_stats). "
+    "Only an NNX model holds its own."
+)
+_MSG_STATS_KERAS = (
+    "A Keras model takes no quant_stats: it is calibrated as it is quantized, "
+    "fewbit.quantize_model(model, config, calib_function)."
+)
+
 _KINDS = (("flax.linen", "Module", "linen"), ("flax.nnx", "Module", "nnx"))
 
 
@@ -76,14 +86,16 @@ def quantize_model(
     provider: QuantizationProvider,
     *model_inputs: Any,
     methods: Sequence[str] = ("__call__",),
+    quant_stats: Any = None,
     **model_inputs_kwargs: Any,
 ) -> Any:
     """A quantized model from a float one, which stays usable.
 
     Linen modules and plain functions take no inputs (their parameters are quantized by
-    `quantize_params`); an NNX module holds its parameters, so example inputs (abstract ones do) are
-    needed to find them: `quantize_model(model, provider, x)`. A Keras model takes
-    `(model, config, calib_function, inplace)`, see `fewbit.keras.quantize_model`.
+    `quantize_params`); an NNX module holds its parameters, so example inputs (abstract ones are
+    enough) are needed to find them: `quantize_model(model, provider, x)`, and `quant_stats=stats`
+    with the statistics of `fewbit.calibrate` for rules with `act_static_scale=True`. A Keras model
+    takes `(model, config, calib_function, inplace)`, see `fewbit.keras.quantize_model`.
 
     >>> import fewbit, jax.numpy as jnp
     >>> rules = [fewbit.QuantizationRule(weight_qtype='int8')]
@@ -95,11 +107,18 @@ def quantize_model(
     [1. 1. 1.]
     """
     if is_keras(model):
+        if quant_stats is not None:
+            raise TypeError(_MSG_STATS_KERAS)
         return front_end(model).quantize_model(
             model, provider, *model_inputs, **model_inputs_kwargs
         )
     check_provider(model, provider, model_inputs)
     kind = front_end(model)
+    if quant_stats is not None:
+        if not hasattr(kind, "HOLDS_PARAMS"):
+            name = "Linen module" if kind.__name__.endswith(".linen") else "function"
+            raise TypeError(_MSG_STATS.format(kind=name))
+        model_inputs_kwargs["quant_stats"] = quant_stats
     with suspect_order("quantize_model", model, model_inputs):
         return kind.quantize(
             model, provider, *model_inputs, methods=tuple(methods), **model_inputs_kwargs
@@ -117,9 +136,10 @@ def plan(
     """What would happen to `model` under `rules`, before anything does. Needs no weights.
 
     Inputs are the model's own; for a plain function the parameter tree comes first. Abstract values
-    (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rules` may be a
-    provider, and for a Keras model a config; it was built for its inputs and needs none here. Of a
-    quantized Keras model, `plan(model)` tells what was done to it.
+    (`jax.ShapeDtypeStruct`, `jax.eval_shape`, `nnx.eval_shape`) are enough. `rngs` are an NNX
+    method's own argument, and those of `apply` for Linen. `rules` may be a provider, and for a
+    Keras model a config; it was built for its inputs and needs none here. Of a quantized Keras
+    model, `plan(model)` tells what was done to it.
 
     >>> import fewbit, jax
     >>> f = lambda params, x: x @ params['w']

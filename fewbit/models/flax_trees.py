@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.core
 import flax.linen as nn
+import numpy as np
 from flax import nnx
 
 _BOXES = {"Partitioned": nn.Partitioned, "LogicallyPartitioned": nn.LogicallyPartitioned}
@@ -61,7 +62,14 @@ def filled(template: Any, fill: Callable[[Any], Any]) -> Any:
     graph, state = (None, template) if isinstance(template, nnx.State) else nnx.split(template)
     values = fill(nnx.to_pure_dict(state))
     new = nnx.from_flat_state(
-        (path, variable.replace(functools.reduce(operator.getitem, path, values)))
-        for path, variable in nnx.to_flat_state(state)
+        (path, _with_value(old, functools.reduce(operator.getitem, path, values)))
+        for path, old in nnx.to_flat_state(state)
     )
     return new if graph is None else nnx.merge(graph, new)
+
+
+def _with_value(old: Any, value: Any) -> Any:
+    """A Variable, or an array that is a plain attribute, with another value."""
+    if isinstance(old, nnx.Variable):
+        return old.replace(value)
+    return np.asarray(value) if isinstance(old, np.ndarray) else value

@@ -17,6 +17,7 @@ from fewbit.engine import Runner
 from fewbit.learned_scales import split_learned
 from fewbit.models.planning import FloatRun, empty_histories_of, plan_runs
 from fewbit.static_scales import NOISE, STREAM, QuantizedParams, ScaleName, name_of_site
+from fewbit.stored_checks import holder_cure
 from fewbit.training.delayed import SUFFIX
 
 _ENTRIES = tuple(f"{side}_{part}" for side in ("lhs", "rhs") for part in ("scale", "zero_point"))
@@ -178,7 +179,7 @@ class QuantizedFunction:
         runner = Runner(
             pure, self.provider, lambda key: call.names[key[0].idx], site_path="leaf", what=what
         )
-        runner.call = call
+        runner.call, runner.cure = call, holder_cure(self.function)
         return runner
 
     def __reduce__(self):
@@ -244,9 +245,10 @@ def quantize(
     """A quantized twin of `function`; given example inputs, also checks the rules against them."""
     if isinstance(function, QuantizedFunction):
         function = function.function
-    if inputs:
-        plan(function, provider, *inputs, strict=provider.strict, **kwargs)
-    return QuantizedFunction(function, provider)
+    quantized = QuantizedFunction(function, provider)
+    if inputs:  # which the new function remembers, as those of a call
+        _plan(quantized, inputs, kwargs, provider.strict)
+    return quantized
 
 
 def plan(
@@ -266,9 +268,12 @@ def plan(
             "parameters first and by position; abstract ones (jax.eval_shape, "
             "jax.ShapeDtypeStruct) do."
         )
+    return _plan(QuantizedFunction(function, provider), inputs, kwargs, strict)
+
+
+def _plan(twin: QuantizedFunction, inputs: Sequence[Any], kwargs: dict, strict: bool) -> Plan:
     params, *args = inputs
-    params = _split(_without_adapters(provider, params)[0])[0]
-    twin = QuantizedFunction(function, provider)
+    params = _split(_without_adapters(twin.provider, params)[0])[0]
     kwargs, _ = twin.keys(twin.histories(kwargs)[0])
     runner, dynamic = call_runner(twin, params, tuple(args), kwargs)
     made = plan_runs([(runner, dynamic)], kind="function", strict=strict)[0]

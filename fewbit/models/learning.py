@@ -5,9 +5,9 @@ from typing import Any
 
 from fewbit._errors import describe
 from fewbit.adapter_trees import leaves_by_path
-from fewbit.boxes import is_box, unboxed
+from fewbit.boxes import is_box, kept_names, unboxed
 from fewbit.decisions import Request
-from fewbit.learned_scales import is_learned, kept_names, put_learned, started
+from fewbit.learned_scales import is_learned, put_learned, started
 from fewbit.models import front_end, is_keras
 from fewbit.models.planning import plan_runs
 from fewbit.training.learned import QSCALE

@@ -21,6 +21,7 @@ from fewbit._plan import Plan
 from fewbit.adapter_run import DROPOUT
 from fewbit.adapter_trees import put_adapters, split_adapters, weight_of
 from fewbit.boxes import box_parts, is_box, unbox_parts, unboxed
+from fewbit.call_keys import key_of
 from fewbit.calls import Cache, Call, kept, key_name, split_call
 from fewbit.engine import Runner, untraceable
 from fewbit.jaxprs import scope_name
@@ -30,7 +31,6 @@ from fewbit.qarray import QArray, WithAux
 from fewbit.static_scales import NOISE, STREAM, ScaleName, insert, split_scales
 from fewbit.training.histories import COLLECTION
 
-OF_APPLY = ("rngs",)  # keyword arguments that are not the module's own
 ALL_BUT_PARAMS = DenyList(("params",))
 STATISTICS = "quant_stats"  # the collection of activation ranges that training fills
 OURS = (STATISTICS, COLLECTION)  # collections that no module of the twin knows
@@ -75,9 +75,13 @@ def plan(
     *inputs: Any,
     methods: Sequence[str] = ("__call__",),
     strict: bool = True,
+    rngs: Any = None,
     **kwargs: Any,
 ) -> Plan:
-    """The plan of a Linen module on these inputs; no parameters needed."""
+    """The plan of a Linen module on these inputs; no parameters needed.
+
+    `rngs` are those of `apply`, where the module draws more than its parameters.
+    """
     if inputs and isinstance(inputs[0], Mapping) and "params" in inputs[0]:
         raise ValueError(
             "A Linen model is planned without its variables: fewbit.plan(model, rules, x). Only a "
@@ -86,19 +90,19 @@ def plan(
     twin = float_twin(module)
     dynamic, call = split_call((inputs, kwargs), lambda key: None)
 
-    def init(key, dynamic):
+    def init(keys, dynamic):
         args, kwargs = call.merge(dynamic)
-        return twin.init(key, *args, method=methods[0], **kwargs)
+        return twin.init(keys, *args, method=methods[0], **kwargs)
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    keys = {"params": jax.eval_shape(lambda: jax.random.key(0)), **streams(rngs)}
     with initializing(twin, provider):
-        variables = jax.eval_shape(init, key, dynamic)
+        variables = jax.eval_shape(init, keys, dynamic)
     runs = [
         planning_run(
             twin,
             provider,
             variables,
-            {"params": key},
+            keys,
             inputs,
             kwargs,
             Options(name, ALL_BUT_PARAMS),
@@ -118,11 +122,18 @@ def float_runs(module: nn.Module, provider: Any, params: Any) -> FloatRun:
 
     def run(method: str, args: tuple, kwargs: dict) -> tuple[Runner, list[Any]]:
         rngs = kwargs.get("rngs")
-        rest = {key: value for key, value in kwargs.items() if key not in OF_APPLY}
+        rest = {key: value for key, value in kwargs.items() if key != "rngs"}
         options = Options(method, ALL_BUT_PARAMS)
         return make_run(twin, provider, variables, rngs, args, rest, options)
 
     return run
+
+
+def streams(rngs: Any) -> Mapping[str, Any]:
+    """The keys that `init` and `apply` are given, by stream; a single one is for parameters."""
+    if rngs is None:
+        return {}
+    return rngs if isinstance(rngs, Mapping) else {"params": rngs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,13 +233,13 @@ def trained(module: nn.Module) -> tuple[Any, nn.Module] | None:
 
 
 def last_call(module: Any) -> tuple[tuple, dict] | None:
-    """The abstract arguments that such a module was last called on."""
+    """The abstract arguments that such a module was last called on, `rngs` among them."""
     wanted = _key(float_twin(module), {}), module._fewbit_provider
     runner = _runners.latest(lambda key: key[:2] == wanted)
     if runner is None or runner.example is None:
         return None
-    _, _, args, kwargs, *_ = runner.call.merge(runner.example)
-    return args, kwargs
+    _, rngs, args, kwargs, *_ = runner.call.merge(runner.example)
+    return args, {**kwargs, **({} if rngs is None else {"rngs": rngs})}
 
 
 def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> Any:
@@ -247,7 +258,7 @@ def _pure(twin: nn.Module, call: Call, options: Options, dynamic: list[Any]) -> 
 
 
 def _key(value: Any, seen: dict[int, int]) -> Any:
-    """A module as a dictionary key. Its own hash fails on lists, and 1 and True are one to it."""
+    """A module as a dictionary key. Its own hash fails on configs, and 1 and True are one to it."""
     if isinstance(value, nn.Module):
         if (
             id(value) in seen
@@ -255,11 +266,19 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
             return "seen", seen[id(value)]
         seen[id(value)] = len(seen)
         return type(value), value.name, _key(fields(value), seen)
+    if isinstance(value, list | dict) and not _has_modules(value):
+        return key_of(value)
     if isinstance(value, Mapping):
         return type(value), tuple((k, _key(v, seen)) for k, v in value.items())
     if isinstance(value, list | tuple):
         return type(value), tuple(_key(v, seen) for v in value)
-    return type(value), value
+    return key_of(value)
+
+
+def _has_modules(value: Any) -> bool:
+    if isinstance(value, list | tuple | Mapping):
+        return any(map(_has_modules, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, nn.Module)
 
 
 def scopes() -> Any:

@@ -34,12 +34,14 @@ from fewbit.models.linen import (
     is_aux,
     make_run,
     planning_run,
+    streams,
     with_scales,
     without_scales,
 )
 from fewbit.models.planning import empty_histories_of, empty_statistics_of, plan_runs
 from fewbit.params import quantize_params
 from fewbit.static_scales import empty_scales, insert
+from fewbit.static_statistics import is_fixed
 from fewbit.training.histories import COLLECTION
 
 flax_serialization.register()  # models that are unpickled come by no other way
@@ -131,7 +133,7 @@ def _init(
         )
     if not variables.get("params"):
         return variables
-    run = planning_run(twin, provider, variables, _streams(rngs), args, kwargs, options)
+    run = planning_run(twin, provider, variables, streams(rngs), args, kwargs, options)
     with warnings.catch_warnings():
         one = len(self._fewbit_methods) == 1
         if not one:  # a rule that matches nothing in this method may match in another
@@ -145,14 +147,12 @@ def _init(
     if not provider.quantizes_params:
         return variables
     # Plain, as the template that `eval_shape` makes of this is: one tree, whichever way it is made.
-    params = unpack(quantize_params(variables["params"], made))
+    params = unpack(quantize_params(variables["params"], made, allow_missing_params=True))
     if made.adapters:
-        streams = _streams(rngs)
-        params = adapter_init.init(
-            made, params, streams.get("params", next(iter(streams.values())))
-        )
+        keys = streams(rngs)
+        params = adapter_init.init(made, params, keys.get("params", next(iter(keys.values()))))
     quantized = {**variables, "params": params}
-    return with_scales(quantized, empty_scales(made.scales))
+    return with_scales(quantized, empty_scales([s for s in made.scales if not is_fixed(s)]))
 
 
 def _init_with_output(
@@ -166,7 +166,7 @@ def _init_with_output(
 ) -> tuple[Any, Any]:
     captured = dict(mutable=mutable, capture_intermediates=capture_intermediates)
     variables = self.init(rngs, *args, method=method, **captured, **kwargs)
-    keys = _streams(rngs)
+    keys = streams(rngs)
     out, _ = self.apply(
         variables, *args, rngs=keys, method=method, mutable=ALL_BUT_PARAMS, **kwargs
     )
@@ -178,10 +178,6 @@ def insert_all(tree: Any, entries: Mapping[str, Any]) -> Any:
     for name, value in entries.items():
         tree = insert(tree, name, value)
     return tree
-
-
-def _streams(rngs: Any) -> Mapping[str, Any]:
-    return rngs if isinstance(rngs, Mapping) else {"params": rngs}
 
 
 def _author_s_methods(original: Any) -> set[str]:

@@ -4,6 +4,7 @@ Each public method of such a class is traced on a private float twin and interpr
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from fewbit.models.nnx_scopes import (
     methods_of,
     modules,
     original_class,
+    remember_call,
     set_class,
     set_place,
     subclass,
@@ -34,7 +36,7 @@ from fewbit.models.planning import (
     histories_of,
     plan_runs,
 )
-from fewbit.params import quantize_leaf, quantize_params
+from fewbit.params import quantize_leaf, quantize_params, static_scales
 from fewbit.qarray import PanelArray, QArray, WithAux
 from fewbit.static_scales import empty_scales
 
@@ -46,13 +48,20 @@ nnx.register_data_type(WithAux)
 HOLDS_PARAMS = True
 
 _MSG_NO_INPUTS = (
-    "Model inputs must be provided for nnx models. Their values do not matter; abstract ones do: "
-    "quantize_model(model, provider, jax.ShapeDtypeStruct((1, 28, 28), 'float32'))."
+    "Model inputs must be provided for nnx models. Only their shapes and types matter, so "
+    "abstract ones are enough: quantize_model(model, provider, jax.ShapeDtypeStruct((1, 28, 28), "
+    "'float32'))."
 )
 _MSG_RNGS = (
-    "Rngs must be an nnx.Rngs instance. Got {found}; write rngs=nnx.Rngs(0). A model that takes "
-    "rngs as an argument of its own gets them by position."
+    "Rngs must be an nnx.Rngs instance. Got {found}; write rngs=nnx.Rngs(0). Adapters "
+    "start from it; a method that has an argument rngs of its own is called with it."
 )
+_MSG_STATS = (
+    "quant_stats are for models that are stored with static scales, and {why}. Write "
+    "quantize_model(model, fewbit.PtqProvider(rules), *inputs, quant_stats=stats), with "
+    "act_static_scale=True in the rules; got {provider}."
+)
+_NO_SCALES_YET = "one that trains collects its own ranges"
 _MSG_TWICE = (
     "{what} is quantized already. Quantize the float model it came from, with one list of rules: "
     "the first that matches a module path wins."
@@ -83,28 +92,39 @@ def quantize(
     provider: Any,
     *inputs: Any,
     methods: Sequence[str] = ("__call__",),
-    rngs: nnx.Rngs | None = None,
+    rngs: Any = None,
     skip_nnx_init: bool = False,
+    quant_stats: Any = None,
     **kwargs: Any,
 ) -> nnx.Module:
-    """A quantized clone of `model`. Float buffers are shared; weights convert one by one."""
-    if rngs is not None and not isinstance(rngs, nnx.Rngs):
+    """A quantized clone of `model`. Float buffers are shared; weights convert one by one.
+
+    `quant_stats` are those of `fewbit.calibrate`: static scales are made from them.
+    """
+    own = rngs is not None and _takes_rngs(model, methods[0])
+    if own:
+        kwargs["rngs"] = rngs
+    if rngs is not None and not isinstance(rngs, nnx.Rngs) and (provider.adapts or not own):
         raise ValueError(_MSG_RNGS.format(found=type(rngs).__name__))
+    if quant_stats is not None and (skip_nnx_init or not provider.quantizes_params):
+        why = "skip_nnx_init=True makes no scales" if skip_nnx_init else _NO_SCALES_YET
+        raise ValueError(_MSG_STATS.format(provider=type(provider).__name__, why=why))
     _check_is_float(model)
     made: Plan | None = None
     requests: dict[str, Request] = {}
+    planned: Runner | None = None
     if not skip_nnx_init:
-        made, requests = _plan(model, provider, inputs, methods, provider.strict, kwargs)
+        made, requests, planned = _plan(model, provider, inputs, methods, provider.strict, kwargs)
     new = nnx.clone(model)
     if made is not None and provider.quantizes_params:
         learned = nnx_learned.take_scales(new)
-        planned = {leaf.path: leaf for leaf in made.leaves}
+        leaves = {leaf.path: leaf for leaf in made.leaves}
         for path, variable in nnx.to_flat_state(nnx.state(new, nnx.Param)):
-            leaf = planned.get("/".join(map(str, path)))
+            leaf = leaves.get("/".join(map(str, path)))
             if leaf is not None and leaf.how is not None:
                 value = quantize_leaf(leaf.path, variable.get_value(), leaf, learned=learned)
                 variable.set_value(value)
-        _add_scales(new, made)
+        _add_scales(new, made, quant_stats)
         nnx_adapters.add_adapters(new, made, rngs, provider.adapts and provider.has_dropout)
     if provider.trains:
         nnx_learned.add_scales(new, requests)
@@ -118,14 +138,25 @@ def quantize(
             setattr(module, nnx_calls.RNGS, nnx.data(None))
     for place, module in modules(new):
         set_place(module, place)
+    if planned is not None and methods[0] == "__call__":
+        remember_call(new, planned)
     return _with_classes(new, provider)
 
 
-def _add_scales(model: nnx.Module, made: Plan) -> None:
-    """Params for static scales, to be filled by calibration."""
+def _takes_rngs(model: nnx.Module, method: str) -> bool:
+    """Whether a method has an argument `rngs` of its own."""
+    function = getattr(model, method, None)
+    return callable(function) and "rngs" in inspect.signature(function).parameters
+
+
+def _add_scales(model: nnx.Module, made: Plan, quant_stats: Any) -> None:
+    """Params for static scales; those that no statistics fill wait for calibration."""
     values = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     abstract = any(isinstance(value, jax.ShapeDtypeStruct) for value in values)
-    _put_on_modules(model, empty_scales(made.scales, abstract), nnx.Param)
+    entries = empty_scales(made.scales, abstract)
+    if quant_stats is not None or not abstract:
+        entries |= static_scales(made, quant_stats)
+    _put_on_modules(model, entries, nnx.Param)
 
 
 def _put_on_modules(
@@ -159,8 +190,8 @@ def _plan(
     methods: Sequence[str],
     strict: bool,
     kwargs: dict,
-) -> tuple[Plan, dict[str, Request]]:
-    """The plan, and the storage that it asks of each parameter."""
+) -> tuple[Plan, dict[str, Request], Runner]:
+    """The plan, the storage that it asks of each parameter, and what was looked at."""
     if len(methods) != 1:
         raise ValueError("Only one method is supported for nnx models.")
     if not inputs and not kwargs:
@@ -178,7 +209,7 @@ def _plan(
                     path=requests[leaf].site.site.path,
                 )
             )
-    return made, requests
+    return made, requests, ready.runner
 
 
 def restart_learned(
@@ -228,8 +259,8 @@ def trained(model: Any) -> tuple[Any, Any] | None:
 
 
 def last_call(model: Any) -> tuple[tuple, dict] | None:
-    """The abstract arguments that the model was last called on, if they hold no NNX objects."""
-    return nnx_calls.last_call(model, type(model)._fewbit_provider)
+    """The abstract arguments that the model was last called on, or quantized with."""
+    return nnx_calls.last_call(model)
 
 
 def converted(

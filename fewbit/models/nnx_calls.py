@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from fewbit.call_keys import is_hashable, key_of
 from fewbit.calls import TRACED, Cache, Call, is_array, key_name, split_call
 from fewbit.engine import Runner, Traced, UntraceableModelError, is_stored
 from fewbit.models.nnx_adapters import dropout_key, is_adapter
@@ -27,7 +28,13 @@ from fewbit.models.nnx_places import (
     input_slots,
     refer,
 )
-from fewbit.models.nnx_scopes import close_scopes, open_scopes, place_of
+from fewbit.models.nnx_scopes import (
+    close_scopes,
+    last_runner,
+    open_scopes,
+    place_of,
+    remember_call,
+)
 from fewbit.models.nnx_structure import get_at, is_object, set_at, take_over, value_of
 from fewbit.static_scales import NOISE, STREAM, ScaleName, is_static_scale
 from fewbit.weight import plain
@@ -89,14 +96,13 @@ def prepare(
     variables = dict(nnx.to_flat_state(state))
     values = [value_of(v) for v in variables.values()]
     dynamic, call = split_call((values, args, kwargs, beside))
-    base = place_of(model)
+    bases = tuple(map(place_of, nodes))
 
     def make() -> NnxRunner:
         tree = (values, args, kwargs, beside)
-        bases = (base, *map(place_of, nodes[1:]))
         return NnxRunner(model, provider, method, bases, graphdef, call, variables, tree)
 
-    runner = _runners.get(lambda: (graphdef, provider, method, base, call.key), make)
+    runner = _runners.get(lambda: (graph_key(graphdef), provider, method, bases, call.key), make)
     return Prepared(runner, dynamic, tuple(nodes), variables)
 
 
@@ -104,6 +110,8 @@ def call(model: nnx.Module, provider: Any, method: str, args: tuple, kwargs: dic
     """Run a method of a quantized module."""
     ready = prepare(model, provider, method, args, kwargs, noise_key(model, provider))
     outcome, stats = _run(ready, provider, model)
+    if method == "__call__":
+        remember_call(model, ready.runner)
 
     def leaf(slot):
         if isinstance(slot, In):
@@ -139,15 +147,32 @@ def result_of(traced: Traced, outs: list[Any]) -> Any:
     return after.out.merge(after.arrays[: sum(s is TRACED for s in after.out.static)])
 
 
-def last_call(model: nnx.Module, provider: Any) -> tuple[tuple, dict] | None:
-    """The abstract arguments of the last call; None if there was none, or one with NNX objects."""
-    graphdef = nnx.split((model,))[0]
-    runner = _runners.latest(lambda key: key[:3] == (graphdef, provider, "__call__"))
+def graph_key(graphdef: Any) -> Any:
+    """The structure of NNX objects as a key; what they hold may be a list or somebody's config."""
+    if is_hashable(graphdef):
+        return graphdef
+    return key_of((tuple(graphdef.nodes), tuple(graphdef.attributes)))
+
+
+def last_call(model: nnx.Module) -> tuple[tuple, dict] | None:
+    """The abstract arguments of the last call; None if there was none."""
+    runner = last_runner(model)
     if runner is None or runner.example is None:
         return None
-    _, args, kwargs, _ = runner.call.merge(runner.example)
-    has_nodes = any(isinstance(leaf, Node) for leaf in jax.tree.leaves((args, kwargs)))
-    return None if has_nodes else (args, kwargs)
+    values, args, kwargs, _ = runner.call.merge(runner.example)
+    if any(isinstance(leaf, Node) for leaf in jax.tree.leaves((args, kwargs))):
+        nodes = nnx.merge(runner.graphdef, values)
+        args, kwargs = _unmarked((args, kwargs), nodes)
+    return args, kwargs
+
+
+def _unmarked(tree: Any, nodes: Any) -> Any:
+    """Arguments with the NNX objects that they had."""
+
+    def unmark(value):
+        return nodes[value.index] if isinstance(value, Node) else value
+
+    return jax.tree.map(unmark, tree, is_leaf=lambda x: isinstance(x, Node))
 
 
 def _run(ready: Prepared, provider: Any, model: nnx.Module) -> tuple[Any, dict[Path, Any]]:
@@ -190,7 +215,7 @@ class NnxRunner(Runner):
             root=not base,
             what=f"NNX module {type(model).__name__}",
         )
-        self.names, self.before, self.call = names, before, call
+        self.names, self.before, self.call, self.graphdef = names, before, call, graphdef
         self._unscoped: Any = jax.jit(functools.partial(twin, False))
         self._notes: tuple[str, ...] = ()
 
@@ -304,10 +329,7 @@ def _run_twin(
         delattr(module, name)
     changed = open_scopes(nodes, base, annotate)
 
-    def unmark(value):
-        return nodes[value.index] if isinstance(value, Node) else value
-
-    args, kwargs = jax.tree.map(unmark, (args, kwargs), is_leaf=lambda x: isinstance(x, Node))
+    args, kwargs = _unmarked((args, kwargs), nodes)
     result = getattr(nodes[0], method)(*args, **kwargs)
     close_scopes(changed)
     for (module, name), variable in zip(set_aside, variables, strict=True):

@@ -6,8 +6,9 @@ from typing import Any
 from flax import nnx
 
 from fewbit._plan_messages import PlanError
+from fewbit.boxes import kept_names
 from fewbit.decisions import Request
-from fewbit.learned_scales import is_learned, kept_names, started
+from fewbit.learned_scales import is_learned, started
 from fewbit.models.nnx_scopes import modules
 from fewbit.training.learned import QSCALE
 

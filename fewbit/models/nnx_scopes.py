@@ -23,10 +23,20 @@ class Place:
     """A module's path in its model, so that `q.head(x)` follows the rules for 'head'.
 
     All Places are equal: a path is no part of a module's structure, and blocks must still stack.
+    Its clones share it, inside of `nnx.jit` too; `last` is the runner of the last call of any.
     """
 
     def __init__(self, path: str):
         self.path = path
+        self.last: Any = None
+
+    def __deepcopy__(self, memo: Any) -> "Place":
+        copy = Place(self.path)
+        copy.last = self.last
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Place, (self.path,)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Place)
@@ -40,13 +50,31 @@ class Place:
 
 def place_of(module: Any) -> str:
     """The path a module was quantized under; '' for a float module or a whole model."""
-    place = getattr(module, _PLACE, None)
+    place = _place(module)
     return "" if place is None else place.path
+
+
+def _place(module: Any) -> Place | None:
+    # Not by getattr: nnx.Rngs makes a stream of any attribute that it is asked for.
+    return vars(module).get(_PLACE) if isinstance(module, nnx.Pytree) else None
 
 
 def set_place(module: nnx.Module, path: str) -> None:
     """Remember where a module stands."""
     setattr(module, _PLACE, Place(path))
+
+
+def remember_call(module: nnx.Module, runner: Any) -> None:
+    """Keep what ran a quantized module last, for its arguments."""
+    place = _place(module)
+    if place is not None:
+        place.last = runner
+
+
+def last_runner(module: nnx.Module) -> Any:
+    """What ran a quantized module last, or showed how it is called; None if nothing did."""
+    place = _place(module)
+    return None if place is None else place.last
 
 
 def forget_place(module: nnx.Module) -> None:

@@ -91,6 +91,8 @@ def pair(
             raise TypeError(_MSG_TREES.format(kind=name, missing=text))
     if kind == "keras":
         return importlib.import_module(_KERAS_PAIRS).pair(model, quantized, args, kwargs)
+    if kind != "linen" and rngs is not None:  # an argument of the model's own
+        kwargs = {**kwargs, "rngs": rngs}
     _, args, kwargs = provider.process_model_inputs(quantized, args, kwargs)
     if kind == "function":
         runner, tree = call_runner(quantized, qparams, args, kwargs)

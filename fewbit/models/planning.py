@@ -39,6 +39,7 @@ def plan_runs(
         kind=kind,
         observe=observe,
         strict=strict,
+        cure=runs[0][0].cure,
     )
 
 

@@ -62,6 +62,8 @@ def trained_run(
     name = kind.__name__.rpartition(".")[2]
     if (params is None) != (name == "nnx"):
         raise TypeError((_MSG_NO_PARAMS if params is None else _MSG_PARAMS).format(who=who))
+    if name != "linen" and rngs is not None:  # an argument of the model's own
+        kwargs = {**kwargs, "rngs": rngs}
     _, args, kwargs = provider.process_model_inputs(model, args, kwargs)
     if name == "function":
         kwargs, keys = model.keys(kwargs)

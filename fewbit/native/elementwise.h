@@ -27,9 +27,9 @@ inline int32_t Bits(float value) {
   return bits;
 }
 
-// Rounded once where the instruction set does that: for polynomials, which nobody compares bit by bit.
+// Rounded once where the instruction set does that.
 inline float MulAdd(float a, float b, float c) {
-#if defined(__FMA__) || defined(FEWBIT_EMULATE_AVX512)
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(FEWBIT_EMULATE_AVX512)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;
@@ -78,26 +78,52 @@ inline float ExpOfNegative(float x) {
   return x < kSmallestExponent ? 0.0f : e;
 }
 
-// e^x by the operations of XLA's CPU compiler, one by one: what is fused with a product and what is
-// not then give the same bits, where the CPU rounds a product and a sum once and XLA makes use of it.
+// The steps of XLA's CPU compiler for e^x. What is fused with a product and what is not then give
+// the same bits. Versions of XLA differ in how ln 2 is split; with its optimizations a product and a
+// sum are rounded once on CPUs that can, else twice. fewbit/kernels/_steps.py finds out which it is.
+struct Cephes {
+  static constexpr float kHigh = 0.693359375f, kLow = -2.12194440e-4f, kLargest = 127.0f;
+};
+struct Fdlibm {
+  static constexpr float kHigh = 0.693145751953125f, kLow = 1.428606765e-6f, kLargest = 128.0f;
+};
+
+template <class Split, bool kOnce>
 inline float ExpOfXla(float x) {
+  const auto add = [](float a, float b, float c) { return kOnce ? MulAdd(a, b, c) : a * b + c; };
   const float low = -87.8f > x ? -87.8f : x, inside = 88.8f < low ? 88.8f : low;
-  const float floor = Floor(MulAdd(inside, 1.44269504f, 0.5f));
-  const float n = 127.0f < floor ? 127.0f : floor;
-  const float r = MulAdd(n, 2.12194440e-4f, MulAdd(n, -0.693359375f, inside));
+  const float floor = Floor(add(inside, 1.44269504f, 0.5f));
+  const float n = Split::kLargest < floor ? Split::kLargest : floor;
+  const float r = add(n, -Split::kLow, add(n, -Split::kHigh, inside));
   float p = 1.9875691500e-4f;
-  p = MulAdd(p, r, 1.3981999507e-3f);
-  p = MulAdd(p, r, 8.3334519073e-3f);
-  p = MulAdd(p, r, 4.1665795894e-2f);
-  p = MulAdd(p, r, 1.6666665459e-1f);
-  p = MulAdd(p, r, 0.5f);
-  const float value = 1.0f + MulAdd(p, r * r, r);
-  // n + 127 are the low bits of this sum; -127 makes 0.
-  const uint32_t exponent = static_cast<uint32_t>(Bits(n + (kRound + 127.0f)));
+  p = add(p, r, 1.3981999507e-3f);
+  p = add(p, r, 8.3334519073e-3f);
+  p = add(p, r, 4.1665795894e-2f);
+  p = add(p, r, 1.6666665459e-1f);
+  p = add(p, r, 0.5f);
+  float value = 1.0f + add(p, r * r, r);
+  float last = n;
+  if (Split::kLargest > 127.0f) {  // 2^128 is no float, but twice 2^127 times a half is
+    value *= n > 127.0f ? 2.0f : 1.0f;
+    last = 127.0f < n ? 127.0f : n;
+  }
+  // The last n + 127 are the low bits of this sum; -127 makes 0.
+  const uint32_t exponent = static_cast<uint32_t>(Bits(last + (kRound + 127.0f)));
   return value * Float(static_cast<int32_t>(exponent << 23));
 }
 
-inline float Sigmoid(float x) { return 1.0f / (1.0f + ExpOfXla(-x)); }
+// Subnormal results are zeros to XLA.
+inline float Flushed(float y) { return Magnitude(y) < 0x1p-126f ? y * 0.0f : y; }
+
+template <class Split, bool kOnce>
+inline float Sigmoid(float x) {
+  return Flushed(1.0f / (1.0f + ExpOfXla<Split, kOnce>(-x)));
+}
+
+template <class Split, bool kOnce>
+inline float Silu(float x) {
+  return Flushed(x * Sigmoid<Split, kOnce>(x));
+}
 
 // Through e^y - 1, which does not cancel where y is small.
 inline float Tanh(float x) {
@@ -112,7 +138,7 @@ inline float Tanh(float x) {
 // With the tanh of jax.nn.gelu written as the sigmoid it is.
 inline float Gelu(float x) {
   const float inner = 0.79788456f * MulAdd(0.044715f, x * x * x, x);
-  return x * Sigmoid(2.0f * inner);
+  return x * Sigmoid<Cephes, true>(2.0f * inner);
 }
 
 // erfc(z) = e^(-z^2) t P(t), t = 2 / (2 + z); P fitted to 2e-8 of the value for z up to 9.4.

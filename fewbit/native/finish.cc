@@ -5,9 +5,11 @@
 namespace fewbit {
 namespace {
 
-// In the order of the enumeration.
-constexpr const char* kNames[] = {"none", "relu", "relu6",   "silu",
-                                  "gelu", "gelu_exact", "tanh", "sigmoid"};
+// In the order of the enumeration. Words of the Python side too (fewbit/kernels/_steps.py).
+constexpr const char* kNames[] = {
+    "none", "relu", "relu6", "gelu", "gelu_exact", "tanh",
+    "silu/cephes/once", "silu/cephes/twice", "silu/fdlibm/once", "silu/fdlibm/twice",
+    "sigmoid/cephes/once", "sigmoid/cephes/twice", "sigmoid/fdlibm/once", "sigmoid/fdlibm/twice"};
 
 }  // namespace
 

@@ -10,8 +10,12 @@
 
 namespace fewbit {
 
+// silu and sigmoid by each of the steps that XLA may take (elementwise.h); `Once` is `Twice` where
+// the instruction set has no product and sum rounded once.
 enum class Elementwise : int32_t {
-  kNone, kRelu, kRelu6, kSilu, kGelu, kGeluExact, kTanh, kSigmoid
+  kNone, kRelu, kRelu6, kGelu, kGeluExact, kTanh,
+  kSiluCephesOnce, kSiluCephesTwice, kSiluFdlibmOnce, kSiluFdlibmTwice,
+  kSigmoidCephesOnce, kSigmoidCephesTwice, kSigmoidFdlibmOnce, kSigmoidFdlibmTwice
 };
 
 // Finds "none", "relu", ...; false if there is no such name.

@@ -37,16 +37,28 @@ void FinishOneRow(const FinishRow& row) {
       return Map(row, [](float x) { return x <= 0.0f ? 0.0f : x; });
     case Elementwise::kRelu6:
       return Map(row, [](float x) { return x <= 0.0f ? 0.0f : x > 6.0f ? 6.0f : x; });
-    case Elementwise::kSilu:
-      return Map(row, [](float x) { return x * Sigmoid(x); });
     case Elementwise::kGelu:
       return Map(row, Gelu);
     case Elementwise::kGeluExact:
       return Map(row, GeluExact);
     case Elementwise::kTanh:
       return Map(row, Tanh);
-    case Elementwise::kSigmoid:
-      return Map(row, Sigmoid);
+    case Elementwise::kSiluCephesOnce:
+      return Map(row, Silu<Cephes, true>);
+    case Elementwise::kSiluCephesTwice:
+      return Map(row, Silu<Cephes, false>);
+    case Elementwise::kSiluFdlibmOnce:
+      return Map(row, Silu<Fdlibm, true>);
+    case Elementwise::kSiluFdlibmTwice:
+      return Map(row, Silu<Fdlibm, false>);
+    case Elementwise::kSigmoidCephesOnce:
+      return Map(row, Sigmoid<Cephes, true>);
+    case Elementwise::kSigmoidCephesTwice:
+      return Map(row, Sigmoid<Cephes, false>);
+    case Elementwise::kSigmoidFdlibmOnce:
+      return Map(row, Sigmoid<Fdlibm, true>);
+    case Elementwise::kSigmoidFdlibmTwice:
+      return Map(row, Sigmoid<Fdlibm, false>);
   }
 }
 

@@ -25,9 +25,10 @@ Isa Choose() {
   const char* forced = std::getenv("FEWBIT_ISA");
   const std::string wanted = forced == nullptr ? "" : forced;
   Isa best{nullptr, ""};
-  std::string can;
+  std::string known, can;
   for (const Candidate& candidate : candidates) {
     const std::string name = candidate.kernels->name;
+    known += (known.empty() ? "" : ", ") + name;
     if (!candidate.supported) {
       if (name == wanted) {
         best.problem = "FEWBIT_ISA asks for " + name + ", which this CPU does not have";
@@ -41,9 +42,10 @@ Isa Choose() {
   }
   if (!wanted.empty() && wanted != best.kernels->name) {
     if (best.problem.empty()) {
-      best.problem = "FEWBIT_ISA is '" + wanted + "', which is no instruction set that fewbit knows";
+      best.problem = "FEWBIT_ISA is '" + wanted + "', which is no instruction set that fewbit knows (" +
+                     known + ")";
     }
-    best.problem += "; use one of " + can + ", or unset it";
+    best.problem += "; use one of those that this CPU has (" + can + "), or unset it";
   }
   return best;
 }

@@ -1,6 +1,11 @@
-// What this library was built against and which kernels it runs here, for kernels.info().
+// What this library was built against and which kernels it runs here, for kernels.info(); and what
+// its activations make of numbers, to be held against XLA's.
+
+#include <cstdint>
+#include <cstring>
 
 #include "exports.h"
+#include "finish.h"
 #include "isa.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -17,3 +22,16 @@ extern "C" FEWBIT_EXPORT const char* fewbit_jaxlib_version() { return FEWBIT_JAX
 extern "C" FEWBIT_EXPORT int fewbit_ffi_api_major() { return XLA_FFI_API_MAJOR; }
 
 extern "C" FEWBIT_EXPORT int fewbit_ffi_api_minor() { return XLA_FFI_API_MINOR; }
+
+// An activation of `count` numbers, a multiple of 64; false if there is none of that name.
+extern "C" FEWBIT_EXPORT bool fewbit_activation(const char* name, const float* x, int64_t count,
+                                                float* out) {
+  fewbit::Elementwise activation;
+  if (!fewbit::FindElementwise(name, std::strlen(name), &activation) || count % 64 != 0) {
+    return false;
+  }
+  for (int64_t i = 0; i < count; i += 64) {
+    fewbit::ChosenIsa().kernels->finish_row({x + i, 1.0f, nullptr, activation, out + i});
+  }
+  return true;
+}

@@ -17,18 +17,13 @@ from jax.sharding import AxisType
 
 from fewbit import kernels
 from fewbit._qarray_atoms import Atom
-from fewbit._qarray_panels import PanelArray
+from fewbit._qarray_panels import PanelArray, check_whole
 from fewbit.kernels import panel_product
 from fewbit.numerics import format_of
 from fewbit.ops.deferred import Deferred
 from fewbit.qarray import HowToQuantize, QArray, dequantize, get_tile_shape
 
 _LONGEST_SUM = 2**17  # of int8 codes times 8-bit codes that int32 surely holds
-_MSG_EXPLICIT = (
-    "{weight!r} is split over an explicit mesh, where panels cannot be followed. Place the plain "
-    "form: jax.device_put(fewbit.unpack(params), ...), or quantize parameters that are placed "
-    "already."
-)
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -91,8 +86,8 @@ def on_explicit_mesh(weight: QArray) -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size <= 1 or AxisType.Explicit not in mesh.axis_types:
         return False
-    if isinstance(weight, PanelArray) and is_placed(weight.data):
-        raise ValueError(_MSG_EXPLICIT.format(weight=weight))
+    if isinstance(weight, PanelArray):
+        check_whole(weight)
     return True
 
 
@@ -127,7 +122,8 @@ def describe(dot: PanelDot, x: Any, bias: Any = None, activation: str | None = N
     what = "native int8" if arithmetic(dot, x) != "none" else "native float"
     if not finishes(dot, bias):
         return what
-    return what + kernels.finish_text(bias, activation)
+    fused = kernels.fused_activation(activation) is not None
+    return what + kernels.finish_text(bias, activation if fused else None)
 
 
 def finishes(dot: PanelDot, bias: Any) -> bool:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from fewbit._scales import scale_type
 from fewbit.calibration import calibrate, compute_scale_zero_point
 from fewbit.qarray import HowToQuantize, QArray, quantize_with_scale_zero_point
 from fewbit.training.paired import CHECKPOINT_NAME
@@ -186,7 +187,7 @@ def quantize_delayed(
 
 def quantize_with_absmax(array: jax.Array, absmax: jax.Array, how: HowToQuantize) -> QArray:
     """An array quantized with a symmetric range that is known already."""
-    dtype = how.scale_dtype or array.dtype
+    dtype = scale_type(array.dtype, how.scale_dtype)
     scale, _ = compute_scale_zero_point({"absmax": absmax}, how.qtype, dtype)
     return quantize_with_scale_zero_point(array, how.qtype, scale, noise_fn=how.noise_fn)
 

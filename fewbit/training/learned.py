@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fewbit._methods import LSQ, start_method
-from fewbit._scales import units, values
+from fewbit._scales import scale_type, units, values
 from fewbit.calibration import calibrate
 from fewbit.numerics import Format, convert_from, format_of, wider
 from fewbit.qarray import (
@@ -85,10 +85,11 @@ def _start_scale(array: jax.Array, how: HowToQuantize) -> jax.Array:
 def used_scale(parameter: jax.Array, how: HowToQuantize, dtype: Any) -> jax.Array:
     """The scale that a learned parameter stands for, in the dtype that is stored with the codes.
 
-    >>> used_scale(jnp.array([-0.5, 0.0]), HowToQuantize(qtype='int4'), 'float16').tolist()
+    >>> how = HowToQuantize(qtype='int4', scale_dtype='float16')
+    >>> used_scale(jnp.array([-0.5, 0.0]), how, 'float32').tolist()
     [0.5, 6.103515625e-05]
     """
-    stored = jnp.dtype(how.scale_dtype or dtype)
+    stored = scale_type(dtype, how.scale_dtype)
     info = jnp.finfo(stored)
     low = float(info.tiny) if stored == jnp.float16 else float(np.sqrt(float(info.tiny)))
     return jnp.clip(jnp.abs(parameter), low, float(info.max)).astype(stored)

@@ -19,9 +19,13 @@
 namespace fewbit {
 namespace {
 
-constexpr Elementwise kAll[] = {Elementwise::kNone,      Elementwise::kRelu, Elementwise::kRelu6,
-                                Elementwise::kSilu,      Elementwise::kGelu, Elementwise::kGeluExact,
-                                Elementwise::kTanh,      Elementwise::kSigmoid};
+constexpr Elementwise kAll[] = {
+    Elementwise::kNone, Elementwise::kRelu, Elementwise::kRelu6, Elementwise::kGelu,
+    Elementwise::kGeluExact, Elementwise::kTanh,
+    Elementwise::kSiluCephesOnce, Elementwise::kSiluCephesTwice,
+    Elementwise::kSiluFdlibmOnce, Elementwise::kSiluFdlibmTwice,
+    Elementwise::kSigmoidCephesOnce, Elementwise::kSigmoidCephesTwice,
+    Elementwise::kSigmoidFdlibmOnce, Elementwise::kSigmoidFdlibmTwice};
 constexpr double kTolerance = 4 * 0x1p-23;  // FUSED_ACTIVATION of tests/tolerances.py
 
 double Exact(Elementwise activation, double x) {
@@ -32,7 +36,10 @@ double Exact(Elementwise activation, double x) {
       return x <= 0 ? 0.0 : x;
     case Elementwise::kRelu6:
       return x <= 0 ? 0.0 : x > 6 ? 6.0 : x;
-    case Elementwise::kSilu:
+    case Elementwise::kSiluCephesOnce:
+    case Elementwise::kSiluCephesTwice:
+    case Elementwise::kSiluFdlibmOnce:
+    case Elementwise::kSiluFdlibmTwice:
       return x / (1 + std::exp(-x));
     case Elementwise::kGelu:
       return x * 0.5 * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
@@ -40,7 +47,10 @@ double Exact(Elementwise activation, double x) {
       return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     case Elementwise::kTanh:
       return std::tanh(x);
-    case Elementwise::kSigmoid:
+    case Elementwise::kSigmoidCephesOnce:
+    case Elementwise::kSigmoidCephesTwice:
+    case Elementwise::kSigmoidFdlibmOnce:
+    case Elementwise::kSigmoidFdlibmTwice:
       return 1 / (1 + std::exp(-x));
   }
   return 0.0;

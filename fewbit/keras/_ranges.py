@@ -1,0 +1,73 @@
+"""Which layers calibration gave a range, and what is said of the others."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fewbit.keras._calibration import CalibrationError, Collector
+from fewbit.keras._planning import LayerPlan
+from fewbit.static_statistics import is_fixed
+
+_MSG_UNREACHED = (
+    "Calibration never reached {count} of the layers that need a range: {paths}. Let the "
+    "calibration function run the model in the way it will be used, {leave}."
+)
+_MSG_NONE = (
+    " It reached none at all: the function has to run the model that it is given, which with "
+    "inplace=False is a copy, and in no program that was compiled before."
+)
+_MSG_ZEROS = (
+    "Calibration saw nothing but zeros at the inputs of {count} of the layers that need a range: "
+    "{paths}. With a range of zero they would turn every input to zero. Calibrate on data like "
+    "those of use, {leave}."
+)
+_LEAVE = (
+    "exclude these layers (exclude_list), or pass strict=False in the config to leave them float"
+)
+_LEAVE_BY_RULE = "or give these layers a rule of their own, without act_static_scale"
+
+
+def with_ranges(
+    planned: Sequence[LayerPlan], collectors: Sequence[Collector], stats: Any
+) -> list[LayerPlan]:
+    """The layers whose every range is known; the others are an error or stay float.
+
+    A layer that can be called in several ways, such as a table that projects too, has the ranges of
+    those it was called in. Another one is an error when it is called.
+    """
+    ran = {id(each.layer_plan): each for each in collectors if each.calls}
+    needing = [each for each in planned if any(not is_fixed(s) for s in each.plan.scales)]
+
+    def is_missed(each: LayerPlan) -> bool:
+        collector = ran.get(id(each))
+        return collector is None or any(name not in stats.entries for name in collector.operands)
+
+    missed = [each for each in needing if is_missed(each)]
+    _judge(missed, _MSG_UNREACHED, _MSG_NONE if len(missed) == len(needing) else "")
+    zeros = [each for each in needing if each not in missed and _saw_zeros(each, stats)]
+    _judge(zeros, _MSG_ZEROS)
+    return [each for each in planned if each not in missed and each not in zeros]
+
+
+def _saw_zeros(each: LayerPlan, stats: Any) -> bool:
+    """Whether the range of an input holds nothing but zero."""
+    names = [scale.name for scale in each.plan.scales if not is_fixed(scale)]
+    found = [stats.entries[name].states["range"] for name in names if name in stats.entries]
+    return any(
+        all(np.all(value == 0) for key, value in state.items() if key.startswith(("max_", "min_")))
+        for state in found
+    )
+
+
+def _judge(lost: Sequence[LayerPlan], message: str, more: str = "") -> None:
+    if not lost:
+        return
+    paths = ", ".join(each.path for each in lost[:5]) + (", ..." if len(lost) > 5 else "")
+    by_rule = any(each.choice.config is None for each in lost)
+    leave = _LEAVE_BY_RULE if by_rule else _LEAVE
+    text = message.format(count=len(lost), paths=paths, leave=leave) + more
+    if by_rule or any(each.choice.config.strict for each in lost if each.choice.config):
+        raise CalibrationError(text)
+    warnings.warn(text, stacklevel=5)
