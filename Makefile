@@ -94,7 +94,7 @@ demo: .venv  ## a small model, quantized
 # $(1): the environment. RECORD=<file> keeps what was run and found.
 define quick-tests
 XLA_FLAGS="$$($(1)/bin/python tools/quick_compiles.py) $(XLA_FLAGS)" \
-  $(1)/bin/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long" $(if $(RECORD),--record $(RECORD))
+  $(1)/bin/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long" $(if $(RECORD),--record=$(RECORD))
 endef
 
 test: .venv  ## the quick tests and the doctests
@@ -147,7 +147,7 @@ test-sanitized: .venv  ## the native part under sanitizers; part of test-all
 	  ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips $(NATIVE_TESTS) \
 	  -m "not soak" -k "not every_format and not instruction_sets and not resident" \
-	  $(if $(RECORD),--record $(RECORD))
+	  $(if $(RECORD),--record=$(RECORD))
 
 bench: .venv  ## every measurement in bench/, one after the other
 	@set -e; for script in bench/[a-z]*.py; do \
