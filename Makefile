@@ -94,7 +94,7 @@ demo: .venv  ## a small model, quantized
 # $(1): the environment. RECORD=<file> keeps what was run and found.
 define quick-tests
 XLA_FLAGS="$$($(1)/bin/python tools/quick_compiles.py) $(XLA_FLAGS)" \
-  $(1)/bin/python -m pytest -q -n $(WORKERS) --strict-skips -m "not long" $(if $(RECORD),--record=$(RECORD))
+  $(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --strict-skips -m "not long" $(if $(RECORD),--record=$(RECORD))
 endef
 
 test: .venv  ## the quick tests and the doctests

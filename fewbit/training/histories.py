@@ -99,6 +99,11 @@ class Overwrite:
     def __radd__(self, old: Any) -> Any:
         return self.value
 
+    @property
+    def dtype(self) -> Any:
+        """The value's: an optimizer around ours may ask every update for it."""
+        return self.value.dtype
+
     def __repr__(self) -> str:
         return f"Overwrite({self.value!r})"
 
