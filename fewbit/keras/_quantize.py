@@ -28,6 +28,7 @@ from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._undo import Before, as_it_was_on_failure
+from fewbit.keras._unheeded import check_rules, warn_of_attention
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import unpack
 from fewbit.modes.provider import QuantizationProvider
@@ -82,6 +83,7 @@ def quantize_model(
     ('QDynamicDense', (2, 64))
     """
     _check_model(model)
+    check_rules(quant_config)
     if not inplace:
         model = clone_model(model)
     with as_it_was_on_failure(model) as before:
@@ -189,6 +191,7 @@ def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
     if isinstance(model, keras.Layer) and quantized_layers(model):
         return plan_done(model, quant_config)
     _check_model(model)
+    check_rules(quant_config)
     return plan_model(model, quant_config)[1]
 
 
@@ -210,6 +213,7 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     ):
         why = " ".join(f"{note}." for note in plan.notes[:3])
         raise ValueError(_MSG_NOTHING.format(model=model.name, why=why))
+    warn_of_attention(layers, choices, planned)
     return planned, plan
 
 
