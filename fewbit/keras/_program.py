@@ -13,7 +13,7 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
-from fewbit.keras._attention import attention_way, is_attention, sublayer_scopes
+from fewbit.keras._attention import attention_way, sublayer_scopes
 from fewbit.keras._autocast import as_called, held_values
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
@@ -53,7 +53,8 @@ class LayerProgram:
         else:
             self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
         if isinstance(self.provider, EmulatingProvider):
-            self.provider.attention = is_attention(layer) and not fused
+            keras_own = isinstance(layer, keras.layers.MultiHeadAttention)
+            self.provider.attention = keras_own and not fused
         self.calls: Calls | None = None  # the examples that the layer was planned with
         self._runners: Cache[Runner] = Cache()
 
