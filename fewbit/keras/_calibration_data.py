@@ -82,6 +82,8 @@ def batches_of(data: Any, model: keras.Layer, *, progress: bool = True) -> Itera
         for start in with_progress(starts, "Calibrating", show=progress):
             yield _each(lambda array, at=start: array[at : at + size], whole)
         return
+    found: Iterable[Any]
+    total: int | None
     if isinstance(data, keras.utils.PyDataset):
         numbers = range(_ending(data.num_batches, data))
         found, total = map(data.__getitem__, numbers), len(numbers)
