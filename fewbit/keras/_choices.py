@@ -15,7 +15,7 @@ from fewbit._errors import describe
 from fewbit._patterns import compile_pattern
 from fewbit._plan_messages import Complaint, PlanError, complaints
 from fewbit.keras._config_base import JaxBaseConfig
-from fewbit.keras._config_checks import effective_weight_method
+from fewbit.keras._config_checks import effective_weight_method, symmetric_act_method
 from fewbit.keras._config_leaf import LeafConfig
 from fewbit.keras._filters import (
     Entry,
@@ -30,6 +30,8 @@ from fewbit.rules import QuantizationRule
 
 _LOG = logging.getLogger("fewbit")
 
+# Attention whose products the reference rounds without a zero point.
+_SYMMETRIC = frozenset(("CachedGemma3Attention", "Gemma3VisionAttention"))
 _MSG_NO_CONFIG = (
     "A StaticQuantConfig, a DynamicQuantConfig, a sum of them or a list of QuantizationRules is "
     "needed, got {value}. {fix}"
@@ -170,6 +172,8 @@ def _choice(parts: Sequence[LeafConfig], path: str, layer_class: type | str) -> 
     if "Embedding" in names and not found.quantize_embeddings:
         return Choice(reason="quantize_embeddings=False leaves look-up tables float")
     rule = rule_for_config(found, path)
+    if found.emulate and found.act_calibration_method is None and not _SYMMETRIC.isdisjoint(names):
+        rule = rule.replace(act_calibration_method=symmetric_act_method(rule.act_qtype))
     kind = "weight_only" if rule.act_qtype is None else "static" if found.static else "dynamic"
     grouped = rule.tile_size is not None
     granularity = "per_group" if grouped else found.weight_scale_granularity

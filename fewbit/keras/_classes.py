@@ -10,6 +10,7 @@ import keras
 
 from fewbit.keras._generation import faster_bases
 from fewbit.keras._lora import adapter_methods
+from fewbit.keras._losses import Regularized
 from fewbit.keras._scale_views import activation_scales, single, weight_scales
 from fewbit.keras._serial_hub import hub_name, let_hub_find, let_hub_find_all
 from fewbit.keras._serial_layer import SHARED_NAME, Saveable, methods, register
@@ -28,7 +29,7 @@ _MSG_KERAS_QUANTIZE = (
 )
 
 
-class QuantizedLayer(Saveable):
+class QuantizedLayer(Regularized, Saveable):
     """What quantized layers of every class have in common."""
 
     _fewbit: LayerState

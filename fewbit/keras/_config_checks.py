@@ -225,6 +225,17 @@ def default_act_method(act_dtype: str | None, emulate: bool) -> str | None:
     return "minmax" if row.kind == "int" and row.asymmetric is not None else None
 
 
+def symmetric_act_method(act_dtype: Any) -> str | None:
+    """The method of emulated activations that have no zero point where others have one.
+
+    >>> symmetric_act_method('int8'), symmetric_act_method('fp8')
+    ('absmax,1.0039370078740157', None)
+    """
+    if act_dtype is None or default_act_method(act_dtype, True) is None:
+        return None
+    return effective_weight_method("absmax", act_dtype, True)
+
+
 def same_dtype(a: str | None, b: str | None) -> bool:
     """Whether two spellings name one type.
 

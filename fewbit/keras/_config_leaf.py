@@ -46,7 +46,7 @@ class LeafConfig(JaxBaseConfig):
     - `const_scale`, `const_weight`: scales, weights are constants of the program.
     - `weight_scale_granularity`: 'per_tensor' or 'per_channel'. Left out it is 'per_tensor' for
       types of 8 bits, 'per_channel' for fewer bits and for groups.
-    - `dot_product_attention_enable`: attention may use Keras' fused operation.
+    - `dot_product_attention_enable`: attention that is quantized may use Keras' fused operation.
     - `white_list`: '*', None, or a list of layer classes, class names, and regular expressions
       that are searched in layer paths. `exclude_list`: a list of the same; it wins.
     - `group_size`: weights of a channel that share a scale.

@@ -2,6 +2,8 @@
 
 The graph is quantize, dequantize, float product, with one activation scale per tensor: what Intel
 Neural Compressor computes, and the pattern that XLA's oneDNN rewrite knows on CPUs with fp8 units.
+Ranges here hold zero, though: activations that keep away from it have a coarser scale than there,
+and constant ones are not lost.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,8 @@ from fewbit.modes.ptq import PtqProvider, activation_hows
 from fewbit.numerics import format_of
 from fewbit.qarray import HowToQuantize, QArray, dequantize, quantize_with
 
-# Attention's second product is of the softmax and the values; jnp.einsum swaps its operands.
+# The second product of Keras' MultiHeadAttention is of the softmax and the values; jnp.einsum swaps
+# its operands.
 PROBABILITIES = "einsum1"
 
 
@@ -32,7 +35,8 @@ def range_of_probabilities(qtype: Any) -> str:
 class EmulatingProvider(PtqProvider):
     """Every product in float, of operands that went through few bits and back.
 
-    With `attention` the second einsum has a softmax on its right, whose range is known.
+    With `attention`, of Keras' MultiHeadAttention, the second einsum has a softmax on its right,
+    whose range is known.
     """
 
     attention = False

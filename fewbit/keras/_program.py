@@ -13,10 +13,11 @@ import keras
 from fewbit.calls import Cache, Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
-from fewbit.keras._attention import attention_way, is_attention, sublayer_scopes
+from fewbit.keras._attention import attention_way, sublayer_scopes
 from fewbit.keras._autocast import as_called, held_values
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._lora import adapters, with_adapter
+from fewbit.keras._losses import losses_of_call
 from fewbit.keras._masks import masks_of, set_masks
 from fewbit.keras._model_calls import Calls
 from fewbit.modes.ptq import PtqProvider
@@ -52,7 +53,8 @@ class LayerProgram:
         else:
             self.provider = (EmulatingProvider if emulate else PtqProvider)([rule])
         if isinstance(self.provider, EmulatingProvider):
-            self.provider.attention = is_attention(layer) and not fused
+            keras_own = isinstance(layer, keras.layers.MultiHeadAttention)
+            self.provider.attention = keras_own and not fused
         self.calls: Calls | None = None  # the examples that the layer was planned with
         self._runners: Cache[Runner] = Cache()
 
@@ -126,10 +128,12 @@ class LayerProgram:
         return found
 
     def finish(self, result: Any, others: list[keras.Variable], args: Any, kwargs: Any) -> Any:
-        """What a run gives, after what it did to variables and masks is done here too."""
-        out, changed, kept_masks, out_masks = result
+        """What a run gives, after what it did to variables, losses and masks is done here too."""
+        out, changed, losses, kept_masks, out_masks = result
         for k, value in changed.items():
             others[k].assign(value)
+        if losses:
+            self.layer.add_loss(losses)
         set_masks((args, kwargs), kept_masks, drop=True)
         set_masks(out, out_masks)
         return out
@@ -163,6 +167,7 @@ class LayerProgram:
                     jax.named_scope(scope_name(self.path, type(self.layer).__name__)),
                     sublayer_scopes(self.layer),
                     attention_way(self.layer, self.fused),
+                    losses_of_call(self.layer) as losses,
                 ):
                     out = float_call(self.layer, *args, **kwargs)
                 after = [scope.get_current_value(v) for v in others]
@@ -171,7 +176,7 @@ class LayerProgram:
                 for k, (old, new) in enumerate(zip(values, after, strict=True))
                 if new is not old
             }
-            return out, changed, masks_of((args, kwargs)), masks_of(out)
+            return out, changed, losses, masks_of((args, kwargs)), masks_of(out)
 
         def planned(dynamic: list[Any]) -> Any:
             return as_called(self.layer, lambda: pure(dynamic))

@@ -9,6 +9,7 @@ import keras
 from fewbit._plan import LeafPlan, Plan
 from fewbit._progress import progress as with_progress
 from fewbit.keras._calibration import observing, statistics
+from fewbit.keras._calibration_data import run_calibration
 from fewbit.keras._choices import Choice, choose
 from fewbit.keras._classes import become, is_quantized
 from fewbit.keras._cloning import clone_model
@@ -28,6 +29,7 @@ from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._undo import Before, as_it_was_on_failure
+from fewbit.keras._unheeded import check_rules, warn_of_attention
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import unpack
 from fewbit.modes.provider import QuantizationProvider
@@ -51,8 +53,8 @@ _MSG_UNBUILT = (
 )
 _MSG_NO_CALIBRATION = (
     "Calibration function must be provided for static quantization. It gets the model and runs it "
-    "on sample data: quantize_model(model, config, lambda model: model.predict(samples)); an "
-    "iterable of batches does too. DynamicQuantConfig needs none."
+    "on sample data: quantize_model(model, config, lambda model: model.predict(samples)); an array "
+    "of samples or an iterable of batches does too. DynamicQuantConfig needs none."
 )
 _MSG_NOTHING = (
     "Nothing in {model} would be quantized. {why} fewbit.plan(model, config) shows every layer; "
@@ -72,7 +74,8 @@ def quantize_model(
 
     `quant_config` is a `StaticQuantConfig`, a `DynamicQuantConfig`, a sum of them, or a list of
     `fewbit.QuantizationRule` whose `module_path` matches layer paths. Static ranges come from
-    `calib_function(model)`, which runs the float model on sample data, or from batches.
+    `calib_function(model)`, which runs the float model on sample data, or from the data itself: an
+    array, a dict of arrays by input name, batches as for `fit`, a dataset.
 
     >>> import keras, numpy as np, fewbit.keras
     >>> model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
@@ -82,6 +85,7 @@ def quantize_model(
     ('QDynamicDense', (2, 64))
     """
     _check_model(model)
+    check_rules(quant_config)
     if not inplace:
         model = clone_model(model)
     with as_it_was_on_failure(model) as before:
@@ -121,7 +125,7 @@ def quantize_planned(
         forget_compiled(model)
         give_back()
         with observing(_static(planned), sublayers(model)) as collectors:
-            _run(calib_function, model, progress)
+            run_calibration(calib_function, model, progress=progress)
         forget_compiled(model)  # what reports to the collectors
         stats = statistics(collectors, plan)
         planned = with_ranges(planned, collectors, stats)
@@ -189,6 +193,7 @@ def plan(model: keras.Layer, quant_config: Any = None) -> Plan:
     if isinstance(model, keras.Layer) and quantized_layers(model):
         return plan_done(model, quant_config)
     _check_model(model)
+    check_rules(quant_config)
     return plan_model(model, quant_config)[1]
 
 
@@ -210,6 +215,7 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     ):
         why = " ".join(f"{note}." for note in plan.notes[:3])
         raise ValueError(_MSG_NOTHING.format(model=model.name, why=why))
+    warn_of_attention(layers, choices, planned)
     return planned, plan
 
 
@@ -281,14 +287,6 @@ def _quantized(
     made = quantize_leaf(leaf.path, variable.value, leaf, measured, absmax=absmax)
     made = made if choice.packed else unpack(made)
     return jax.block_until_ready(made)  # or floats of many layers would be held until they ran
-
-
-def _run(calib_function: Any, model: keras.Layer, progress: bool) -> None:
-    if callable(calib_function):
-        calib_function(model)
-        return
-    for batch in with_progress(calib_function, "Calibrating", show=progress):
-        model.predict_on_batch(batch[0] if isinstance(batch, tuple) else batch)
 
 
 def _check_model(model: Any) -> None:

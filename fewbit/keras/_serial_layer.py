@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from fewbit.keras._legacy_files import refuse_legacy
 from fewbit.keras._serial_config import KEY, record_of
 from fewbit.keras._serial_store import load_variables, save_variables
 
@@ -56,6 +57,7 @@ def methods(original: type[keras.Layer]) -> dict[str, Any]:
 
     @functools.wraps(original.get_config)
     def get_config(self: Any) -> dict[str, Any]:
+        refuse_legacy(f"{original.__name__} '{self.name}'")
         config = original.get_config(self)
         if "dtype" in config and isinstance(self, keras.Model):
             config[f"{KEY}_dtype"] = config["dtype"]

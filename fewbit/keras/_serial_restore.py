@@ -75,7 +75,9 @@ class _Inside:
         self._adopting = True  # which makes no layers, so that one walk finds all
         for place in [place for place in self._waiting if place in found]:
             ready = all(found[each].built for each in _around(place) if each in found)
-            if ready or (finally_ and found[place].built):
+            # Of a Sequential that is not built, places are those of other layers.
+            same = type(found[place]).__name__ == self._waiting[place]["class"]["name"]
+            if ready or (finally_ and found[place].built and same):
                 self._adopt(found[place], place, self._waiting.pop(place))
         self._adopting = False
         with keras.StatelessScope():
