@@ -62,3 +62,16 @@ def test_a_field_that_decides_is_not_told_of(field):
         warnings.simplefilter("error")
         made = fk.plan(attention(), FUSED.replace(**{field: True}))
     assert {row.site.path for row in made.sites} > {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (fk.DynamicQuantConfig("int8", "int8"), "DynamicQuantConfig takes no range from data"),
+        ([fewbit.QuantizationRule(weight_qtype="int8")], "this list of rules takes no range"),
+        (fewbit.QtProvider([TRAINING]), "QtProvider takes no range from data"),
+    ],
+)
+def test_data_that_nothing_needs_is_told(config, named):
+    with pytest.warns(UserWarning, match=named):
+        fk.quantize_model(two_layers(), config, sample(4, 32), progress=False)

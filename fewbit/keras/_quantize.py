@@ -29,7 +29,7 @@ from fewbit.keras._serial_holders import make_saveable
 from fewbit.keras._state import LayerState, named_variables
 from fewbit.keras._training import guard_training
 from fewbit.keras._undo import Before, as_it_was_on_failure
-from fewbit.keras._unheeded import check_rules, warn_of_attention
+from fewbit.keras._unheeded import check_rules, warn_of_attention, warn_of_data
 from fewbit.keras._variables import add_variable, store, sublayers, unlocked
 from fewbit.layouts import unpack
 from fewbit.modes.provider import QuantizationProvider
@@ -90,7 +90,10 @@ def quantize_model(
         model = clone_model(model)
     with as_it_was_on_failure(model) as before:
         planned, plan = plan_model(model, quant_config)
-        if isinstance(quant_config, QtProvider):
+        trains = isinstance(quant_config, QtProvider)
+        if calib_function is not None and (trains or not needs_calibration(planned)):
+            warn_of_data(quant_config)
+        if trains:
             _train(model, planned)
         else:
             quantize_planned(model, planned, plan, calib_function, before, progress=progress)

@@ -26,6 +26,10 @@ _MSG_NO_ATTENTION = (
     "{config}: dot_product_attention_enable=True decides nothing, as none of the layers that the "
     "config quantizes is one of attention. Leave the field out."
 )
+_MSG_DATA = (
+    "The calibration data was not used: {config} takes no range from data. Leave it out, or use "
+    "StaticQuantConfig (in a rule: act_static_scale=True) for ranges that are measured once."
+)
 
 
 def check_rules(quant_config: Any) -> None:
@@ -57,3 +61,10 @@ def warn_of_attention(
             shown = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
             message = _MSG_FLOAT_ATTENTION.format(config=name, layers=shown)
         warnings.warn(message, stacklevel=4)
+
+
+def warn_of_data(quant_config: Any) -> None:
+    """Warn that calibration data was given to what needs none."""
+    many = isinstance(quant_config, list | tuple)
+    name = "this list of rules" if many else type(quant_config).__name__
+    warnings.warn(_MSG_DATA.format(config=name), stacklevel=3)
