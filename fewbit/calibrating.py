@@ -25,7 +25,7 @@ from fewbit.observed import Entry, Statistics, model_digest
 from fewbit.observer_tap import FINITE, HISTOGRAM, ObserverTap, by_operand, combine_all
 from fewbit.observers import Observer, Operand, chosen, observer_named, operands_of
 from fewbit.rules import QuantizationRule
-from fewbit.tails import TAIL, far_message, far_ranges
+from fewbit.tails import TAIL, cure_by_rule, far_message, far_ranges
 from fewbit.taps import Reading
 from fewbit.weight import is_weight
 
@@ -252,7 +252,8 @@ class _Work:
         }
         far = far_ranges(entries)
         if far:
-            warnings.warn(far_message(far, self.operands, len(entries)), stacklevel=3)
+            cure = cure_by_rule(far, self.operands)
+            warnings.warn(far_message(far, len(entries), cure), stacklevel=3)
         digest, known = model_digest(self.plan), dict(self.known)
         return Statistics(self.plan.kind, digest, self.batches, entries, own_observers=known)
 

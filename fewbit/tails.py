@@ -30,10 +30,10 @@ _FAR = {99.9: 10.0, 99.0: 30.0, 95.0: 80.0}
 
 _MSG_FAR = (
     "{count} of {total} static ranges {lie} far beyond almost all of the values, for which few "
-    "codes are left: {places}. Measure each batch there: put {rule!r} before the other rules"
-    "{more}. Or clip the largest values, if they do not matter: "
-    "act_calibration_method='percentile,99.9' or 'mse'."
+    "codes are left: {places}. Measure each batch there: {cure}. Or clip the largest values, if "
+    "they do not matter: act_calibration_method='percentile,99.9' or 'mse'."
 )
+_MSG_RULE = "put {rule!r} before the other rules{more}"
 
 
 class Tail:
@@ -160,13 +160,17 @@ def _worst(name: str, entry: Any) -> FarRange | None:
     return None
 
 
-def far_message(far: Sequence[FarRange], operands: Mapping[str, Operand], total: int) -> str:
-    """Which ranges, the numbers, and the rule that cures the worst."""
+def far_message(far: Sequence[FarRange], total: int, cure: str) -> str:
+    """Which ranges of so many, the numbers, and how to measure each batch instead."""
     places = "; ".join(map(str, far[:5])) + (f"; and {len(far) - 5} more" if len(far) > 5 else "")
+    lie = "lies" if len(far) == 1 else "lie"
+    return _MSG_FAR.format(count=len(far), total=total, lie=lie, places=places, cure=cure)
+
+
+def cure_by_rule(far: Sequence[FarRange], operands: Mapping[str, Operand]) -> str:
+    """The rule that measures each batch at the worst of them."""
     worst = operands[far[0].name]
     rule = worst.rule.replace(module_path=re.escape(worst.site.path), act_static_scale=None)
     others = len({operands[f.name].site.path for f in far}) - 1
     more = f", and the like for {others} more path{'s' * (others > 1)}" if others else ""
-    lie = "lies" if len(far) == 1 else "lie"
-    text = dict(count=len(far), total=total, lie=lie, places=places, more=more)
-    return _MSG_FAR.format(rule=rule, **text)
+    return _MSG_RULE.format(rule=rule, more=more)

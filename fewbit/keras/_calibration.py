@@ -24,6 +24,7 @@ from fewbit.keras._state import named_variables
 from fewbit.observed import Entry, Statistics, model_digest
 from fewbit.observer_tap import FINITE, HISTOGRAM, ObserverTap, by_operand, combine_all
 from fewbit.observers import Observer, Operand, observer_named, operands_of
+from fewbit.tails import TAIL
 from fewbit.taps import Reading
 
 _MSG_NOT_FINITE = (
@@ -42,7 +43,7 @@ class Collector:
 
     def __init__(self, layer_plan: LayerPlan, leftovers: Leftovers):
         self.layer_plan, self.leftovers = layer_plan, leftovers
-        names = ["range", HISTOGRAM]
+        names = ["range", HISTOGRAM, TAIL]
         self.observers: dict[str, Observer] = {name: observer_named(name) for name in names}
         self.operands: dict[str, Operand] = {}
         self.calls = 0
@@ -78,7 +79,7 @@ class Collector:
             for ts in traced.program.sites
             for operand in operands_of(ts, decisions[ts.site.id])
         ]
-        tap = ObserverTap(found, self.observers, ["range"])
+        tap = ObserverTap(found, self.observers, ["range", TAIL])
         self.operands |= {o.name: o for o in found if tap.observers_of(o)}
         return tap
 

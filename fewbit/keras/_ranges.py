@@ -1,5 +1,6 @@
-"""Which layers calibration gave a range, and what is said of the others."""
+"""Which layers calibration gave a range, and what is said of the others and of odd ranges."""
 
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from fewbit.keras._calibration import CalibrationError, Collector
 from fewbit.keras._planning import LayerPlan
 from fewbit.static_statistics import is_fixed
+from fewbit.tails import cure_by_rule, far_message, far_ranges
 
 _MSG_UNREACHED = (
     "Calibration never reached {count} of the layers that need a range: {paths}. Let the "
@@ -27,6 +29,7 @@ _LEAVE = (
     "exclude these layers (exclude_list), or pass strict=False in the config to leave them float"
 )
 _LEAVE_BY_RULE = "or give these layers a rule of their own, without act_static_scale"
+_MSG_DYNAMIC = "config + DynamicQuantConfig({types}, white_list=[{entries}])"
 
 
 def with_ranges(
@@ -48,13 +51,38 @@ def with_ranges(
     _judge(missed, _MSG_UNREACHED, _MSG_NONE if len(missed) == len(needing) else "")
     zeros = [each for each in needing if each not in missed and _saw_zeros(each, stats)]
     _judge(zeros, _MSG_ZEROS)
+    _name_far(needing, collectors, stats)
     return [each for each in planned if each not in missed and each not in zeros]
+
+
+def _name_far(needing: Sequence[LayerPlan], collectors: Sequence[Collector], stats: Any) -> None:
+    """Warn of ranges that leave few codes for almost all values."""
+    far = far_ranges(stats.entries)
+    if not far:
+        return
+    operands = {name: operand for each in collectors for name, operand in each.operands.items()}
+    layers = [each for each in needing if any(f.name in _names(each) for f in far)]
+    with_config = [each for each in layers if each.choice.config is not None]
+    cure = _cure_by_config(with_config) if with_config else cure_by_rule(far, operands)
+    warnings.warn(far_message(far, len(stats.entries), cure), stacklevel=4)
+
+
+def _cure_by_config(layers: Sequence[LayerPlan]) -> str:
+    """The config that measures each batch in these layers."""
+    config = layers[0].choice.config
+    assert config is not None
+    types = f"{config.weight_dtype!r}, {config.activation_dtype!r}"
+    entries = ", ".join(repr(f"^{re.escape(each.path)}$") for each in layers)
+    return _MSG_DYNAMIC.format(types=types, entries=entries)
+
+
+def _names(each: LayerPlan) -> list[str]:
+    return [scale.name for scale in each.plan.scales if not is_fixed(scale)]
 
 
 def _saw_zeros(each: LayerPlan, stats: Any) -> bool:
     """Whether the range of an input holds nothing but zero."""
-    names = [scale.name for scale in each.plan.scales if not is_fixed(scale)]
-    found = [stats.entries[name].states["range"] for name in names if name in stats.entries]
+    found = [stats.entries[name].states["range"] for name in _names(each) if name in stats.entries]
     return any(
         all(np.all(value == 0) for key, value in state.items() if key.startswith(("max_", "min_")))
         for state in found
