@@ -12,6 +12,7 @@ import numpy as np
 
 from fewbit._errors import describe
 from fewbit._progress import progress as with_progress
+from fewbit.keras._calibration import CalibrationError
 
 _SIZE = 32  # samples of one array that the model is called on at once, as `predict` does
 
@@ -63,7 +64,7 @@ def run_calibration(data: Any, model: keras.Layer, *, progress: bool = True) -> 
         else:
             model(inputs)
     if not count:
-        raise ValueError(_MSG_EMPTY.format(found=describe(data)))
+        raise CalibrationError(_MSG_EMPTY.format(found=describe(data)))
 
 
 def batches_of(data: Any, model: keras.Layer, *, progress: bool = True) -> Iterator[Any]:
@@ -173,7 +174,7 @@ def _length(whole: Any) -> int:
     arrays = keras.tree.flatten(whole)
     lengths = [array.shape[0] if array.shape else 0 for array in arrays]
     if not lengths or not all(lengths):
-        raise ValueError(_MSG_NO_SAMPLES.format(found=describe(whole)))
+        raise CalibrationError(_MSG_NO_SAMPLES.format(found=describe(whole)))
     if len(set(lengths)) > 1:
         raise ValueError(_MSG_LENGTHS.format(lengths=", ".join(map(str, lengths))))
     return int(lengths[0])
