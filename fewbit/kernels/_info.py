@@ -34,6 +34,7 @@ class KernelInfo:
       threads: CPUs this process may use.
       backend: 'native' if its kernels are used here, else 'xla'.
       forced: who asked for that backend; None if nobody did.
+      refused: a setting that cannot be followed, with which every product is an error.
     """
 
     native: bool
@@ -44,6 +45,7 @@ class KernelInfo:
     threads: int
     backend: str = "native"
     forced: str | None = None
+    refused: str | None = None
 
     @property
     def steps(self) -> str | None:
@@ -54,7 +56,9 @@ class KernelInfo:
         return xla_steps() if self.native and self.backend == "native" else None
 
     def __str__(self) -> str:
-        if self.native:
+        if self.refused is not None:
+            native = f"no, and products are an error: {self.refused}"
+        elif self.native:
             native = f"yes, {self.path} (built with {self.built_with})"
             if self.backend == "xla":
                 native += f"; not used, XLA runs everything: {self.forced}"
@@ -62,7 +66,7 @@ class KernelInfo:
             native = f"no, XLA runs everything: {self.missing}"
         by_steps = _MSG_APART if self.steps is None else _MSG_FUSED.format(steps=self.steps)
         if self.backend == "xla":
-            by_steps = "done by XLA"
+            by_steps = "done by XLA" if self.refused is None else "-"
         return "\n".join(
             (
                 f"native kernels: {native}",
@@ -84,11 +88,12 @@ def info() -> KernelInfo:
     silu, sigmoid:  ...
     """
     part = native_part()
-    missing = part.missing
+    missing, refused = part.missing, part.refused
     try:
         asked, who = asked_backend()
     except ValueError as error:  # to be told here, and raised where a product is made
-        asked, who, missing = "xla", str(error), str(error)
+        asked, who = "xla", str(error)
+        missing = refused = who
     built_with = f"jaxlib {part.jaxlib}, FFI {part.ffi}" if part.jaxlib else None
     return KernelInfo(
         native=missing is None,
@@ -99,6 +104,7 @@ def info() -> KernelInfo:
         threads=usable_cpus(),
         backend="native" if asked != "xla" and missing is None else "xla",
         forced=None if asked is None else who,
+        refused=refused if asked != "xla" or refused == who else None,
     )
 
 
