@@ -108,7 +108,7 @@ def of_serving(rule):
     return dict(weight_qtype=rule.weight_qtype, act_qtype=rule.act_qtype, tile_size=rule.tile_size)
 
 
-@pytest.mark.parametrize("make", [QtProvider, list], ids=["training", "serving"])
+@pytest.mark.parametrize("make", [QtProvider, fewbit.PtqProvider], ids=["training", "serving"])
 def test_the_batch_that_planning_looks_at_is_like_any_other(make):
     model, x = two_layers(dtype="mixed_bfloat16"), sample(4, 32)
     wanted = model(x)
