@@ -6,8 +6,8 @@ import data
 import keras
 import numpy as np
 from keras import layers
+from keras_nets import quantized
 
-import fewbit.keras
 from fewbit.keras import DynamicQuantConfig, StaticQuantConfig
 
 CONFIGS = {
@@ -119,9 +119,7 @@ def lost_points(model, train, test):
     exact = accuracy(model, test)
     lost = {}
     for name, config in CONFIGS.items():
-        made = fewbit.keras.quantize_model(
-            model, config, [train[0][:256]], inplace=False, progress=False
-        )
+        made = quantized(model, config, train[0][:256], inplace=False)
         lost[name] = exact - accuracy(made, test)
     return exact, lost
 
@@ -173,8 +171,7 @@ def gemma_cosines():
     exact = np.asarray(model(inputs), "float64").ravel()
     found = {}
     for name, (config, _) in GEMMA.items():
-        run = lambda model: model(tokens(4, 64, seed=1))  # noqa: E731
-        made = fewbit.keras.quantize_model(model, config, run, inplace=False, progress=False)
+        made = quantized(model, config, tokens(4, 64, seed=1), inplace=False)
         logits = np.asarray(made(inputs), "float64").ravel()
         found[name] = float(exact @ logits / np.linalg.norm(exact) / np.linalg.norm(logits))
     return found

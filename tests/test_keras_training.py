@@ -26,7 +26,8 @@ def net(compiled=True):
 
 
 def quantized(model, config=INT8, samples=X):
-    return fk.quantize_model(model, config, [samples], progress=False)
+    data = [samples] if isinstance(config, fk.StaticQuantConfig) else None
+    return fk.quantize_model(model, config, data, progress=False)
 
 
 def codes(layer):

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="no /proc here"),
 ]
 
-K, N = 4096, 8192
+K, N = 4096, 16384
 RULES = {
     "int8": dict(weight_qtype="int8", act_qtype="int8"),
     "int4": dict(weight_qtype="int4", tile_size=32, scale_dtype="float16", act_qtype="int8"),
@@ -85,4 +85,4 @@ def test_weights_are_resident_at_their_width_and_once(name, tmp_path):
     megabyte = 2**20
     assert stored * 0.9 < loaded < stored + 6 * megabyte, (loaded, stored)
     # Results, scratch and the code for new shapes, whatever the format; a copy would be more.
-    assert run < 12 * megabyte < stored, run
+    assert run < 20 * megabyte < stored, run
