@@ -300,62 +300,94 @@ def asked_key(node):
     return None, None
 
 
+def assigned_from(tree, is_source):
+    """Names that are given a value in which some node is a source."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            if any(map(is_source, ast.walk(node.value))):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+                found |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return found
+
+
 def body_param_faults(source, path):
-    """Params of a primitive with a body, read anywhere but in the one reader."""
+    """Params of a primitive with a body, read anywhere but in the one reader.
+
+    Their names may not even be written down elsewhere, but for those that are common words.
+    """
     if relative(path) == READER:
         return []
     tree, faults = ast.parse(source), []
-    from_params = {
-        name.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ".params" in ast.unparse(node.value)
-        for name in ast.walk(node)
-        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-    }
+    from_params = assigned_from(tree, lambda n: isinstance(n, ast.Attribute) and n.attr == "params")
     for node in ast.walk(tree):
+        where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in BODY_PARAMS - COMMON_WORDS:
+                faults.append(f"{where}: {node.value!r} belongs in {READER}")
         holder, key = asked_key(node)
-        if not isinstance(key, str) or key not in BODY_PARAMS:
-            continue
-        text = ast.unparse(holder)
-        if key not in COMMON_WORDS or text.endswith(".params") or text in from_params:
-            faults.append(
-                f"{relative(path)}:{node.lineno}: {ast.unparse(node)} belongs in {READER}"
-            )
+        if isinstance(key, str) and key in COMMON_WORDS & BODY_PARAMS:
+            text = ast.unparse(holder)
+            if text.endswith(".params") or text in from_params:
+                faults.append(f"{where}: {ast.unparse(node)} belongs in {READER}")
     return faults
 
 
-def reads_version(node):
-    """Whether an expression asks for the version of another library."""
-    if isinstance(node, ast.Attribute) and node.attr in ("__version__", "__version_info__"):
-        return root_name(node) != "fewbit"
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func).split(".")[-1] in VERSION_FUNCTIONS
-    return False
+def version_reader(tree):
+    """A function that tells whether an expression asks for the version of another library."""
+    attributes = ("__version__", "__version_info__")
+    values, functions = set(), set(VERSION_FUNCTIONS)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("fewbit"):
+            for alias in node.names:
+                if alias.name in attributes:
+                    values.add(alias.asname or alias.name)
+                if (node.module, alias.name) == ("importlib.metadata", "version"):
+                    functions.add(alias.asname or alias.name)
+
+    def reads(node):
+        if isinstance(node, ast.Attribute) and node.attr in attributes:
+            return root_name(node) != "fewbit"
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func).split(".")[-1] in functions
+        return isinstance(node, ast.Name) and node.id in values
+
+    return reads
+
+
+def says_only(parent, node):
+    """Whether a value goes on unchanged where it stands: into a text, a call, a dictionary."""
+    if isinstance(parent, ast.Call):
+        return node is not parent.func
+    if isinstance(parent, ast.Dict):
+        return node in parent.values
+    kinds = ast.keyword | ast.FormattedValue | ast.Return | ast.Expr | ast.List | ast.Tuple
+    return isinstance(parent, kinds | ast.Assign | ast.AnnAssign | ast.NamedExpr)
 
 
 def version_faults(source, path):
     """Versions of other libraries, decided by anywhere, or named where nobody reads them."""
     tree, faults = ast.parse(source), []
-    read = [node for node in ast.walk(tree) if reads_version(node)]
+    reads = version_reader(tree)
+    read = [node for node in ast.walk(tree) if reads(node)]
     if not any(fnmatch.fnmatch(relative(path), name) for name in NAMES_VERSIONS):
         faults += [f"{relative(path)}:{n.lineno}: names a version: {ast.unparse(n)}" for n in read]
     if relative(path) == "_versions.py":
         return faults  # it compares in order to say so
-    holds = {
-        name.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and any(map(reads_version, ast.walk(node.value)))
-        for name in ast.walk(node)
-        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-    }
+    holds = assigned_from(tree, reads)
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+    def is_version(node):
+        held = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in holds
+        return held or reads(node)
+
     for node in ast.walk(tree):
         asked = node if isinstance(node, ast.Compare) else getattr(node, "test", None)
         asked = node.subject if isinstance(node, ast.Match) else asked
-        for part in ast.walk(asked) if asked is not None else ():
-            if reads_version(part) or (isinstance(part, ast.Name) and part.id in holds):
-                faults.append(
-                    f"{relative(path)}:{node.lineno}: decides by a version: {part.lineno}"
-                )
+        decides = asked is not None and any(map(is_version, ast.walk(asked)))
+        if decides or (is_version(node) and not says_only(parents[node], node)):
+            faults.append(f"{relative(path)}:{node.lineno}: decides by a version")
     return faults
 
 
@@ -394,10 +426,26 @@ SAMPLES = [
     (body_param_faults, "trace.py", "p = eqn.params\np.get('length')", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "'ft_in' in eqn.params", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "row['length'], eqn.params['permutation']", None),
+    (body_param_faults, "trace.py", "key = 'ft_in'\neqn.params[key]", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "bind(**{**eqn.params, 'call_jaxpr': b})", "belongs in"),
+    (body_param_faults, "trace.py", "match eqn.params:\n    case {'branches': b}: f(b)", "belongs"),
+    (body_param_faults, "trace.py", "p: dict = eqn.params\np['length']", "belongs in jaxprs.py"),
     (body_param_faults, "jaxprs.py", "eqn.params['branches']", None),
     (version_faults, "trace.py", "if jax.__version__ > '0.11': f()", "decides by a version"),
     (version_faults, "trace.py", "v = jax.__version_info__\nnew = v >= (0, 11)", "decides by"),
     (version_faults, "io/_manifest.py", "v = version('jax')\nf() if v else g()", "decides by"),
+    (version_faults, "trace.py", "from jax import __version__ as v\nnew = v > '0.11'", "decides"),
+    (
+        version_faults,
+        "trace.py",
+        "from importlib.metadata import version as v\nf(v('jax'))",
+        "names",
+    ),
+    (version_faults, "jaxprs.py", "v: str = jax.__version__\nif v > '0.11': f()", "decides by"),
+    (version_faults, "jaxprs.py", "use = jax.__version__.startswith('0.10')", "decides by"),
+    (version_faults, "jaxprs.py", "use = FORMS[jax.__version__]", "decides by"),
+    (version_faults, "jaxprs.py", "f(jax.__version__ and g())", "decides by"),
+    (version_faults, "jaxprs.py", "text = MESSAGE.format(version=jax.__version__)", None),
     (version_faults, "trace.py", "print(jax.__version__)", "names a version"),
     (version_faults, "io/_manifest.py", "found['jax'] = metadata.version('jax')", None),
     (version_faults, "trace.py", "fewbit.__version__", None),
