@@ -91,10 +91,11 @@ endef
 demo: .venv  ## a small model, quantized
 	$(BIN)/python demo/digits.py
 
-# $(1): the environment. RECORD=<file> keeps what was run and found.
+# $(1): the environment. RECORD=<file> keeps what was run and found, SELECT= chooses by marks.
+SELECT ?= not long
 define quick-tests
 XLA_FLAGS="$$($(1)/bin/python tools/quick_compiles.py) $(XLA_FLAGS)" \
-  $(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --strict-skips -m "not long" $(if $(RECORD),--record=$(RECORD))
+  $(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --strict-skips -m "$(SELECT)" $(if $(RECORD),--record=$(RECORD))
 endef
 
 test: .venv  ## the quick tests and the doctests
@@ -106,7 +107,9 @@ test-oldest: .venv-oldest  ## the same with the oldest versions of everything
 test-py312: .venv-py312  ## the same on Python 3.12
 	$(call quick-tests,.venv-py312)
 
-# One after the other; each is run and written down whatever became of those before it.
+# One after the other; each is run and written down whatever became of those before it. With long
+# tests of what has to hold everywhere: every primitive with a body, all examples.
+test-matrix: export SELECT := (not long or everywhere) and not soak
 test-matrix:  ## the three above; writes tests/last-test-{oldest,py312,newest}.txt
 	failed=; \
 	$(MAKE) test-oldest RECORD=tests/last-test-oldest.txt || failed="$$failed test-oldest"; \

@@ -38,6 +38,8 @@ RARE_FORMATS = {
 }
 # Of a sweep of as many cases `make test` runs every second one.
 SWEEP = 6
+# What has to hold with every version that is supported: every primitive with a body, all examples.
+EVERYWHERE = {"test_identity.py", "test_jaxprs.py", "test_examples.py", "test_keras_examples.py"}
 SOAK_FILE = pathlib.Path(__file__).with_name("soak.txt")
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")
@@ -110,6 +112,8 @@ def pytest_collection_modifyitems(items):
     sweeps = collections.Counter(item.nodeid.partition("[")[0] for item in items)
     seen = collections.Counter()
     for item in items:
+        if item.path.name in EVERYWHERE:
+            item.add_marker(pytest.mark.everywhere)
         function, _, parameters = item.nodeid.partition("[")
         words = set(re.split(r"[-, ]+", parameters.rstrip("]")))
         if item.get_closest_marker("soak") or _is_listed(item, soak):
@@ -125,8 +129,9 @@ def pytest_collection_modifyitems(items):
 
 
 def _is_quick(function):
-    """Sweeps over names and messages, which compile nothing."""
-    return any(word in function for word in ("names", "messages", "rules", "docs", "laws"))
+    """Sweeps over names and messages, which compile nothing, and over primitives with bodies."""
+    words = ("names", "messages", "rules", "docs", "laws", "test_jaxprs", "test_identity")
+    return any(word in function for word in words)
 
 
 def _is_listed(item, patterns):
