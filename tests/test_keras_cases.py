@@ -79,6 +79,28 @@ def test_all_zero_calibration_by_rules(method):
     )
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-30])
+def test_almost_zero_calibration_is_refused(size):
+    model, tiny = two_layers(bias_initializer="ones"), X * np.float32(size)
+    told = "too small for a scale at the inputs of 1 of the layers that need a range: net/up."
+    says(
+        lambda: quantized(model, STATIC, tiny),
+        f"Calibration saw nothing but numbers that are {told} They would all become zeros",
+        "multiply them by a power of two first, exclude these layers (exclude_list), or pass "
+        "strict=False in the config to leave them float.",
+        kind=fewbit.keras.CalibrationError,
+    )
+    with pytest.warns(UserWarning, match="too small for a scale at the inputs of 1 of the layers"):
+        quantized(model, STATIC.replace(strict=False), tiny)
+    assert class_names(model) == ["Dense", "QStaticDense"]
+    rule = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    says(
+        lambda: quantized(two_layers(), [rule], tiny),
+        "or give these layers a rule of their own, without act_qtype.",
+        kind=fewbit.keras.CalibrationError,
+    )
+
+
 @EVERY_KIND
 def test_all_zero_kernels(kind):
     # With biases, or the second layer would be calibrated on zeros.
