@@ -99,12 +99,17 @@ def why_nothing(
     matched = {decision.rule_index for _, decision in met}
     alone = next((i for i, rule in asking.items() if i in matched and rule.switched_off), None)
     if alone is not None:
-        fixed = asking[alone].replace(weight_qtype=asking[alone].act_qtype)
-        return _MSG_ACT_ALONE.format(number=alone, fixed=fixed)
+        return act_alone(alone, asking[alone])
     if held or len(constant) == len(met):
         text = dict(sites=_some(constant), cure=cure or _MAKE_PARAMETERS)
         return _MSG_CONSTANTS.format(anew=_ANEW if running else "", **text)
     return f"At {_some([f'{ts.site.id}: {decision.reason}' for ts, decision in met], '; ')}."
+
+
+def act_alone(number: int, rule: QuantizationRule) -> str:
+    """What is said of a rule for activations that has nothing for weights."""
+    fixed = rule.replace(weight_qtype=rule.act_qtype)
+    return _MSG_ACT_ALONE.format(number=number, fixed=fixed)
 
 
 def why_inputs(

@@ -101,6 +101,24 @@ def test_almost_zero_calibration_is_refused(size):
     )
 
 
+def test_a_rule_for_activations_alone():
+    rules, model = [fewbit.QuantizationRule(act_qtype="int8")], two_layers()
+    for act in (fewbit.keras.quantize_model, fewbit.plan):
+        says(
+            lambda act=act: act(model, rules),
+            "Nothing in net would be quantized. Rule 0 has act_qtype without weight_qtype, and so "
+            "switches off what it matches. Write QuantizationRule(weight_qtype='int8', "
+            "act_qtype='int8').",
+            kind=ValueError,
+        )
+    both = [
+        fewbit.QuantizationRule(module_path=".*/up", act_qtype="int8"),
+        fewbit.QuantizationRule(weight_qtype="int8"),
+    ]
+    notes = fewbit.plan(model, both).notes
+    assert any("rule 0 switches it off: without weight_qtype its act_qtype" in n for n in notes)
+
+
 @EVERY_KIND
 def test_all_zero_kernels(kind):
     # With biases, or the second layer would be calibrated on zeros.
