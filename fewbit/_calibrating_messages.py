@@ -13,6 +13,7 @@ from fewbit.calibration import parse_method
 from fewbit.calls import is_array
 from fewbit.engine import UntraceableModelError
 from fewbit.observers import Operand
+from fewbit.tiny_ranges import CURE
 
 ARGUMENTS = (
     "fewbit.calibrate(model, rules_or_plan, params, batches) takes rules or a Plan as its second "
@@ -79,6 +80,11 @@ _MSG_EMPTY = (
 _MSG_ZERO = (
     "All values seen at {names} are zero, which is no range to quantize by. Calibrate on real "
     "inputs, or use a dynamic range there: act_static_scale=None in a rule of its own."
+)
+_MSG_TINY = (
+    "All values seen at {names} are so small (at most {largest:.2g}) that their scale would be "
+    "nothing, and all of them would become zeros, with a dynamic range too. Calibrate on real "
+    "inputs. {cure}."
 )
 
 
@@ -196,9 +202,17 @@ def empty(operands: Mapping[str, Operand], counts: Mapping[str, Any], batches: i
 
 def all_zero(operands: Sequence[Operand]) -> str:
     """Operands that saw nothing but zeros."""
+    return _MSG_ZERO.format(names=_places(operands))
+
+
+def tiny(operands: Sequence[Operand], largest: float) -> str:
+    """Operands whose numbers are too small for a scale."""
+    return _MSG_TINY.format(names=_places(operands), largest=largest, cure=CURE)
+
+
+def _places(operands: Sequence[Operand]) -> str:
     names = [f"{operand.site.id} {operand.side}" for operand in operands]
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return _MSG_ZERO.format(names=shown)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def describe_batches(batches: Any) -> str:

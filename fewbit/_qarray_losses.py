@@ -123,7 +123,7 @@ def _unserved(scale: jax.Array, largest: jax.Array, row: Format, stored: Any) ->
     if row.kind == "sign":
         return scale == 0
     # The scale of nothing; whatever rounds to zero with it was taken for nothing.
-    return (scale == 1) & (largest < _smallest(row) / 2)
+    return (scale == 1) & (largest < smallest_magnitude(row) / 2)
 
 
 def _suspicious(scale: Any, row: Format) -> Any:
@@ -140,7 +140,7 @@ def _suspicious(scale: Any, row: Format) -> Any:
     return (doubtful | ~(abs(part) < np.inf)).any()
 
 
-def _smallest(row: Format) -> float:
+def smallest_magnitude(row: Format) -> float:
     """The smallest magnitude that has a code other than zero's, doubled where it is rounded to."""
     if row.kind == "float":
         return float(jnp.finfo(row.storage).smallest_subnormal)

@@ -27,6 +27,7 @@ from fewbit.observers import Observer, Operand, chosen, observer_named, operands
 from fewbit.rules import QuantizationRule
 from fewbit.tails import TAIL, cure_by_rule, far_message, far_ranges
 from fewbit.taps import Reading
+from fewbit.tiny_ranges import is_tiny, largest_of
 from fewbit.weight import is_weight
 
 
@@ -239,6 +240,7 @@ class _Work:
         zero = [n for n in names if n not in empty and _is_zero(total[n])]
         if zero:
             self.complaint(messages.all_zero([self.operands[name] for name in zero]))
+        self._check_tiny({n: total[n] for n in names if n not in empty and n not in zero})
         entries = {
             name: Entry(
                 self.operands[name].site.id,
@@ -256,6 +258,18 @@ class _Work:
             warnings.warn(far_message(far, len(entries), cure), stacklevel=3)
         digest, known = model_digest(self.plan), dict(self.known)
         return Statistics(self.plan.kind, digest, self.batches, entries, own_observers=known)
+
+    def _check_tiny(self, total: Mapping[str, Reading]) -> None:
+        """Ranges whose numbers would all become zeros."""
+        assert self.plan is not None
+        scales = {scale.name: scale for scale in self.plan.scales}
+        ranges = {
+            n: (r.value["range"], r.count.ndim) for n, r in total.items() if "range" in r.value
+        }
+        tiny = [n for n in ranges if n in scales and is_tiny(scales[n], *ranges[n])]
+        if tiny:
+            largest = max(largest_of(ranges[name][0]) for name in tiny)
+            self.complaint(messages.tiny([self.operands[name] for name in tiny], largest))
 
 
 def _is_spoilt(reading: Reading) -> bool:

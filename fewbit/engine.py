@@ -207,8 +207,9 @@ class Runner:
             requests = wanted_storage(traced.program, decisions)
             if self.root:
                 program, values = traced.program, traced.values
-                check_stored(program, values, decisions, requests, self.provider)
-                check_something(program, values, decisions, self.provider, self.what, self.cure)
+                said = (self.provider, self.what, self.cure)
+                check_stored(program, values, decisions, requests, *said)
+                check_something(program, values, decisions, *said)
             check_scales(traced.program, decisions, traced.scales, self.provider.strict)
             say_once_if_unpacked(jax.tree.leaves(tree, is_leaf=is_stored))
         if self.provider.adapts:

@@ -32,7 +32,7 @@ from fewbit.numerics import qtype_name
 from fewbit.provenance import Origin
 from fewbit.rules import QuantizationRule
 from fewbit.static_scales import planned_scales, static_sides
-from fewbit.stored_checks import why_nothing
+from fewbit.stored_checks import why_inputs, why_nothing
 from fewbit.trace import Program, TracedSite
 
 _FLOAT_BASE = "float base with an adapter"
@@ -131,13 +131,13 @@ def _make_plan(
     for message in wrong:
         complaint(message)
     acts = provider.quantizes_params or provider.trains
-    if acts and not (unmatched or requests or adapters):
-        pairs = [
-            (ts, decided[ts.site.id])
-            for (_, program), decided in zip(programs, decisions, strict=True)
-            for ts in program.sites
-        ]
-        why = why_nothing(provider, pairs, cure)
+    if acts and not unmatched:
+        both = [(p, decided) for (_, p), decided in zip(programs, decisions, strict=True)]
+        if requests or adapters:
+            why = why_inputs(provider, both, cure)
+        else:
+            pairs = [(ts, decided[ts.site.id]) for p, decided in both for ts in p.sites]
+            why = why_nothing(provider, pairs, cure)
         if why is not None:
             complaint(_MSG_NOTHING.format(why=why))
     return plan, requests

@@ -26,10 +26,10 @@ from fewbit.static_scales import (
     range_keys,
     scale_and_zero_point,
 )
+from fewbit.tiny_ranges import EXTREMES, tell_tiny
 
 _HISTOGRAM = "histogram"
 _range_from_histogram = jax.jit(range_from_histogram, static_argnums=2)
-_EXTREMES = {"absmax": "max_of_absmax", "max": "max_of_max", "min": "min_of_min"}
 
 _MSG_NOT_STATISTICS = (
     "quant_stats holds {found} at '{path}' where a statistic is expected: a mapping with 'count' "
@@ -135,7 +135,9 @@ def fixed_scale(scale: ScalePlan) -> dict[str, Any]:
     method = parse_method(scale.how.calibration_method)
     low, high = (jnp.full(scale.shape, edge, jnp.float32) for edge in method.args)
     edges = {"min": low, "max": high} if method.asymmetric else {"absmax": high}
-    return scale_and_zero_point(edges, scale)
+    made = scale_and_zero_point(edges, scale)
+    tell_tiny(scale, edges, made, stacklevel=4)
+    return made
 
 
 def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,8 +160,8 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
             _MSG_METHOD.format(name=scale.name, found=found, method=method, wanted=wanted)
         )
     for key in keys:
-        if reduction == "range" and _EXTREMES[key] not in stat:
-            wanted = _EXTREMES[key]
+        if reduction == "range" and EXTREMES[key] not in stat:
+            wanted = EXTREMES[key]
             fixed = "its own" if rule is None else repr(rule.replace(act_static_reduction="mean"))
             raise ValueError(_MSG_NO_RANGE.format(name=scale.name, wanted=wanted, rule=fixed))
         found_shape = tuple(stat[f"sum_of_{key}"].shape)
@@ -170,7 +172,7 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(count, jax.ShapeDtypeStruct):
         return jax.eval_shape(lambda s: _static_scale(scale, s, reduction), dict(stat))
     # (A statistic that is still being collected goes to `scale_of`, which checks nothing.)
-    used = ("count", *sums, *(_EXTREMES[key] for key in keys), _HISTOGRAM)
+    used = ("count", *sums, *(EXTREMES[key] for key in keys), _HISTOGRAM)
     stat = {key: jnp.asarray(value) for key, value in stat.items() if key in used}
     if not isinstance(count, jax.core.Tracer) and bool((stat["count"] <= 0).any()):
         raise ValueError(_MSG_COUNT.format(name=scale.name))
@@ -180,24 +182,30 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
         wrong = value > 0 if key.endswith("_min") else value < 0
         if not isinstance(value, jax.core.Tracer) and bool(wrong.any()):
             raise ValueError(_MSG_SIGN.format(name=scale.name, key=key))
-    return _static_scale(scale, stat, reduction)
+    edges = _edges(scale, stat, reduction)
+    made = scale_and_zero_point(edges, scale)
+    tell_tiny(scale, edges, made, stacklevel=4)
+    return _shaped(scale, made)
 
 
 def _static_scale(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> dict[str, Any]:
-    made = _scale_as_collected(scale, stat, reduction)
+    return _shaped(scale, scale_and_zero_point(_edges(scale, stat, reduction), scale))
+
+
+def _shaped(scale: ScalePlan, made: Mapping[str, Any]) -> dict[str, Any]:
     size = math.prod(scale.shape)
     # One number for all may have been seen at an operand of another rank.
     return {end: p.reshape(scale.shape) if p.size == size else p for end, p in made.items()}
 
 
-def _scale_as_collected(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> Any:
-    keys = range_keys(scale.how)
+def _edges(scale: ScalePlan, stat: Mapping[str, Any], reduction: str) -> dict[str, Any]:
+    """The range that a statistic gives."""
     name = parse_method(scale.how.calibration_method).name
     if reduction == "range" and name in ("percentile", "mse") and _HISTOGRAM in stat:
         absmax = _range_from_histogram(stat[_HISTOGRAM], stat["max_of_absmax"], scale.how)
-        return scale_and_zero_point({"absmax": absmax}, scale)
+        return {"absmax": absmax}
     calibration = SimpleMovingAverage().get_calibration(stat, reduction=reduction)
-    return scale_and_zero_point({key: calibration[key] for key in keys}, scale)
+    return {key: calibration[key] for key in range_keys(scale.how)}
 
 
 def scale_of(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fewbit._plan import Plan, SitePlan
 from fewbit._plan_messages import unmatched_message
 from fewbit.decisions import Decision, Request
 from fewbit.layouts import would_be_faster
-from fewbit.provenance import Constant
+from fewbit.provenance import Changed, Constant, Origin
 from fewbit.qarray import QArray, WithAux
 from fewbit.rules import QuantizationRule
 from fewbit.trace import Program, TracedSite
@@ -53,6 +53,11 @@ _MSG_CONSTANTS = (
     "be stored{anew}. {cure}"
 )
 _ANEW = ", and each would be quantized anew at every call"
+_MSG_INPUTS = (
+    "The first argument meets nothing but constants in products, so that it is an input, and would "
+    "be stored quantized in place of the parameters. "
+)
+_IN_A_DICT = " If it is the parameters, pass it in a dict: f({'w': w}, *inputs)."
 _MAKE_PARAMETERS = "Make them the first argument of the function: f(params, *inputs)."
 _MSG_HOLDER = (
     "A {name} has its parameters in .params and its Linen module in .module. Pass the parameters: "
@@ -83,23 +88,73 @@ def why_nothing(
     looks like a weight would be quantized anew at every call. `cure` tells where such a model's
     parameters are.
     """
-    asking = {i: r for i, r in enumerate(provider.rules) if _asks(r)}
-    met = [(ts, decision) for ts, decision in sites if decision.rule_index in asking]
-    if not met or any(map(provider.asked_by_kernel, asking)):
+    asking, met = _met(provider, sites)
+    if not met:
         return None
-    constant = [ts.site.id for ts, _ in met if any(isinstance(s, Constant) for s in ts.sources)]
+    constant = [ts.site.id for ts, _ in met if any(_constants(ts))]
     running = [ts.site.id for ts, decision in met if decision.rule is not None]
-    if set(running) - set(constant):
+    held = bool(cure and constant)
+    if set(running) - set(constant) and not held:
         return None
     matched = {decision.rule_index for _, decision in met}
     alone = next((i for i, rule in asking.items() if i in matched and rule.switched_off), None)
     if alone is not None:
-        fixed = asking[alone].replace(weight_qtype=asking[alone].act_qtype)
-        return _MSG_ACT_ALONE.format(number=alone, fixed=fixed)
-    if len(constant) == len(met):
+        return act_alone(alone, asking[alone])
+    if held or len(constant) == len(met):
         text = dict(sites=_some(constant), cure=cure or _MAKE_PARAMETERS)
         return _MSG_CONSTANTS.format(anew=_ANEW if running else "", **text)
     return f"At {_some([f'{ts.site.id}: {decision.reason}' for ts, decision in met], '; ')}."
+
+
+def act_alone(number: int, rule: QuantizationRule) -> str:
+    """What is said of a rule for activations that has nothing for weights."""
+    fixed = rule.replace(weight_qtype=rule.act_qtype)
+    return _MSG_ACT_ALONE.format(number=number, fixed=fixed)
+
+
+def why_inputs(
+    provider: Any, programs: Sequence[tuple[Program, Mapping[str, Decision]]], cure: str = ""
+) -> str | None:
+    """Why what stands in the place of the parameters are inputs; None if they are parameters.
+
+    An object that holds its parameters closes over them, and its float input looks like a weight. A
+    function of one bare array may do the same, but may as well be `w -> data @ w`: it does so if
+    its constants stand where models have their weights, on the right of every product. A product
+    without a constant may be of another argument, as in `x @ (w @ constant)`.
+    """
+    pairs = [(ts, d[ts.site.id]) for program, d in programs for ts in program.sites]
+    asking, asked = _met(provider, pairs)
+    met = [ts for ts, _ in asked]
+    constant = [ts for ts in met if any(_constants(ts))]
+    reading = [ts for ts in met if any(isinstance(s, Origin) for s in ts.sources)]
+    if not (constant and reading and all(any(_constants(ts)) for ts in reading)):
+        return None
+    if not cure:
+        sources = [source for ts in met for source in ts.sources]
+        bare = all(s.leaf == "" for s in sources if isinstance(s, Origin | Changed))
+        alone = all(len(program.root.jaxpr.invars) == 1 for program, _ in programs)
+        on_the_right = all(_constants(ts)[1] for ts in constant)
+        if not (bare and on_the_right and (alone or len(constant) == len(met))):
+            return None
+    text = dict(sites=_some([ts.site.id for ts in constant]), cure=cure or _MAKE_PARAMETERS)
+    anew = any(rule.act_qtype is not None for rule in asking.values())
+    why = _MSG_INPUTS + _MSG_CONSTANTS.format(anew=_ANEW if anew else "", **text)
+    return why if cure else why + _IN_A_DICT
+
+
+def _met(
+    provider: Any, sites: Sequence[tuple[TracedSite, Decision]]
+) -> tuple[dict[int, QuantizationRule], list[tuple[TracedSite, Decision]]]:
+    """The rules that ask for something, and the Sites they meet: none if one asks for a kernel."""
+    asking = {i: rule for i, rule in enumerate(provider.rules) if _asks(rule)}
+    if any(map(provider.asked_by_kernel, asking)):
+        return asking, []
+    return asking, [(ts, decision) for ts, decision in sites if decision.rule_index in asking]
+
+
+def _constants(ts: TracedSite) -> list[bool]:
+    """Of each operand of a product, whether the function closes over it."""
+    return [isinstance(source, Constant) for source in ts.sources]
 
 
 def _asks(rule: QuantizationRule) -> bool:
@@ -117,9 +172,14 @@ def check_stored(
     decisions: Mapping[str, Decision],
     requests: Mapping[str, Request],
     provider: Any,
+    what: str,
+    cure: str = "",
 ) -> None:
     """Parameters must be stored as the rules say."""
     stored = {v.leaf: v for v in values if is_weight(v)}
+    why = why_inputs(provider, [(program, decisions)], cure) if requests and not stored else None
+    if why is not None:
+        raise ValueError(_MSG_CONSTANT_CALL.format(what=what, why=why))
     for leaf, wanted in requests.items():
         site = wanted.site.site.id
         if leaf not in stored:
@@ -153,7 +213,9 @@ def check_something(
     sites = [ts.site for ts in program.sites]
     if not (provider.strict and sites) or any(map(is_weight, values)):
         return
-    why = why_nothing(provider, [(ts, decisions[ts.site.id]) for ts in program.sites], cure)
+    why = why_inputs(provider, [(program, decisions)], cure) if provider.trains else None
+    pairs = [(ts, decisions[ts.site.id]) for ts in program.sites]
+    why = why or why_nothing(provider, pairs, cure)
     if any(decision.rule is not None for decision in decisions.values()):
         if why is not None:
             raise ValueError(_MSG_CONSTANT_CALL.format(what=what, why=why))

@@ -79,6 +79,46 @@ def test_all_zero_calibration_by_rules(method):
     )
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e-30])
+def test_almost_zero_calibration_is_refused(size):
+    model, tiny = two_layers(bias_initializer="ones"), X * np.float32(size)
+    told = "too small for a scale at the inputs of 1 of the layers that need a range: net/up."
+    says(
+        lambda: quantized(model, STATIC, tiny),
+        f"Calibration saw nothing but numbers that are {told} They would all become zeros",
+        "multiply them by a power of two first, exclude these layers (exclude_list), or pass "
+        "strict=False in the config to leave them float.",
+        kind=fewbit.keras.CalibrationError,
+    )
+    with pytest.warns(UserWarning, match="too small for a scale at the inputs of 1 of the layers"):
+        quantized(model, STATIC.replace(strict=False), tiny)
+    assert class_names(model) == ["Dense", "QStaticDense"]
+    rule = fewbit.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    says(
+        lambda: quantized(two_layers(), [rule], tiny),
+        "or give these layers a rule of their own, without act_qtype.",
+        kind=fewbit.keras.CalibrationError,
+    )
+
+
+def test_a_rule_for_activations_alone():
+    rules, model = [fewbit.QuantizationRule(act_qtype="int8")], two_layers()
+    for act in (fewbit.keras.quantize_model, fewbit.plan):
+        says(
+            lambda act=act: act(model, rules),
+            "Nothing in net would be quantized. Rule 0 has act_qtype without weight_qtype, and so "
+            "switches off what it matches. Write QuantizationRule(weight_qtype='int8', "
+            "act_qtype='int8').",
+            kind=ValueError,
+        )
+    both = [
+        fewbit.QuantizationRule(module_path=".*/up", act_qtype="int8"),
+        fewbit.QuantizationRule(weight_qtype="int8"),
+    ]
+    notes = fewbit.plan(model, both).notes
+    assert any("rule 0 switches it off: without weight_qtype its act_qtype" in n for n in notes)
+
+
 @EVERY_KIND
 def test_all_zero_kernels(kind):
     # With biases, or the second layer would be calibrated on zeros.

@@ -76,6 +76,7 @@ LAYERS = [
             "observed",
             "_observed_file",
             "tails",
+            "tiny_ranges",
             "weight",
             "weight_*",
             "_trainable",

@@ -246,6 +246,74 @@ def test_static_scales_of_float16_are_float32():
     assert relative(out, exact) < 0.02
 
 
+def static(method="absmax", qtype="int8", **fields):
+    common = dict(weight_qtype=qtype, act_qtype=qtype, act_static_scale=True)
+    return [QuantizationRule(**common, act_calibration_method=method, **fields)]
+
+
+def product(p, x):
+    return x @ p["w"]
+
+
+def static_case(size, dtype):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(16, 64)) * size, dtype)
+    return {"w": jnp.asarray(rng.normal(size=(64, 8)), dtype)}, x
+
+
+@pytest.mark.parametrize("method", ["absmax", "minmax", "percentile,99"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1e-20, 1e-30])
+def test_static_ranges_too_small_for_a_scale_are_refused(size, dtype, method):
+    params, x = static_case(size, dtype)
+    rules = static(method)
+    with pytest.raises(ValueError) as found:
+        fewbit.calibrate(product, rules, params, [x])
+    for sentence in (
+        "All values seen at w:dot_general0 lhs are so small (at most ",
+        "all of them would become zeros, with a dynamic range too. Calibrate on real inputs.",
+        "or keep activations float there: a rule of its own without act_qtype.",
+    ):
+        assert sentence in str(found.value)
+    plan = fewbit.plan(product, rules, params, x)
+    with pytest.warns(UserWarning, match="All values seen at w:dot_general0 lhs are so small"):
+        stats = fewbit.calibrate(product, plan, params, [x], strict=False)
+    # As statistics that training collected, or that come from a file.
+    with pytest.warns(UserWarning, match=r"dot_general0_lhs: the numbers of 1 of 1 scales become"):
+        q = fewbit.quantize_params(params, plan, stats)
+    out = fewbit.quantize_model(product, fewbit.PtqProvider(rules))(q, x)
+    assert np.abs(np.asarray(out, np.float64)).max() < size
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_static_ranges_that_are_small_but_have_a_scale(dtype, qtype):
+    params, x = static_case(1e-15, dtype)
+    rules = static(qtype=qtype)
+    plan = fewbit.plan(product, rules, params, x)
+    q = fewbit.quantize_params(params, plan, fewbit.calibrate(product, plan, params, [x]))
+    exact = np.asarray(x, np.float64) @ np.asarray(params["w"], np.float64)
+    out = fewbit.quantize_model(product, fewbit.PtqProvider(rules))(q, x)
+    assert relative(out, exact) < (0.25 if qtype == "int4" else 0.06)
+
+
+def test_one_tiny_layer_of_a_scan_is_refused_and_one_tiny_channel_is_told():
+    params, x = static_case(1.0, "float32")
+    stack = {"w": jnp.stack([jnp.eye(64), jnp.eye(64)])}
+
+    def layers(p, x):
+        return jax.lax.scan(lambda h, w: (h * 1e-25, h @ w), x, p["w"])[1]
+
+    with pytest.raises(ValueError, match="All values seen at .* are so small"):
+        fewbit.calibrate(layers, static(), stack, [x])
+    rules = static(tile_size=32)
+    x = x.at[:, :32].multiply(1e-25)
+    plan = fewbit.plan(product, rules, params, x)
+    stats = fewbit.calibrate(product, plan, params, [x])
+    with pytest.warns(UserWarning, match=r"_lhs: the numbers of \d+ of \d+ scales become zeros"):
+        fewbit.quantize_params(params, plan, stats)
+
+
 @pytest.mark.parametrize("bwd", [None, "int8", "float8_e5m2"])
 def test_gradients_of_small_float16_activations(bwd):
     rule = fewbit.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype=bwd)

@@ -100,6 +100,89 @@ def test_the_cures_of_such_an_object(model):
     )
 
 
+class Mixer(nn.Module):
+    """As vision and audio models: float inputs, and products of two activations."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(8, name="up")(x))
+        return nn.Dense(4, name="head")(x @ x.T @ x)
+
+
+@pytest.mark.parametrize("module", [Mixer, lambda: nn.Dense(4)], ids=["mixer", "dense"])
+@pytest.mark.parametrize("rules", [W8, W8A8], ids=["W8", "W8A8"])
+def test_float_inputs_of_an_object_that_holds_its_parameters(module, rules):
+    model = FlaxPreTrained(module(), X)
+    sentences = "The first argument meets nothing but constants", "are constants of the", *CURE
+    with says(ValueError, "Nothing of the model would be quantized.", *sentences):
+        fewbit.plan(model, rules, X)
+    with pytest.raises(ValueError) as found:
+        fewbit.plan(model, rules, X)
+    assert ("quantized anew at every call" in str(found.value)) == (rules is W8A8)
+    assert "in a dict" not in str(found.value)
+    for provider in (PtqProvider(rules), QtProvider(QAT)):
+        with says(ValueError, *sentences):
+            fewbit.quantize_model(model, provider, X)
+        q = fewbit.quantize_model(model, provider)
+        for call in (q, jax.jit(q)):
+            with says(ValueError, "Nothing in this call", *sentences):
+                call(X)
+    with pytest.warns(UserWarning, match=r"first argument meets nothing but constants.*\.params"):
+        fewbit.plan(model, rules, X, strict=False)
+    f = lambda params, x: model(x, params=params)  # noqa: E731
+    params = fewbit.quantize_params(model.params, fewbit.plan(f, rules, model.params, X))
+    q = fewbit.quantize_model(f, PtqProvider(rules))
+    assert jnp.allclose(q(params, X), model(X), rtol=0.1, atol=0.1 * jnp.abs(model(X)).max())
+
+
+def test_integer_inputs_of_an_object_with_products_of_two_activations():
+    module = nn.Sequential([nn.Embed(16, 8), lambda x: x[0], Mixer()])
+    with says(ValueError, "Nothing of the model would be quantized.", *CURE):
+        fewbit.plan(FlaxPreTrained(module, IDS), W8A8, IDS)
+
+
+@pytest.mark.parametrize("rules", [W8, W8A8], ids=["W8", "W8A8"])
+def test_float_inputs_of_a_function_that_closes_over_its_weights(rules):
+    w, mask, mixer = PARAMS["w"], jnp.ones((4, 8)), Mixer()
+    held = mixer.init(jax.random.key(0), X)
+    for f, inputs in (
+        (lambda x: jnp.tanh(x @ w) @ w, (X,)),
+        (lambda x, mask: jnp.tanh(x @ w * mask) @ w, (X, mask)),
+        (lambda x: mixer.apply(held, x), (X,)),
+    ):
+        with says(
+            ValueError,
+            "Nothing of the model would be quantized. The first argument meets nothing but",
+            "Make them the first argument of the function: f(params, *inputs). If it is the "
+            "parameters, pass it in a dict: f({'w': w}, *inputs).",
+        ):
+            fewbit.plan(f, rules, *inputs)
+        with says(ValueError, "Nothing in this call", "Make them the first argument"):
+            fewbit.quantize_model(f, PtqProvider(rules))(*inputs)
+    in_a_dict = fewbit.plan(lambda p: p["w"] @ w, rules, {"w": X})
+    assert in_a_dict.totals.quantized_parameters == X.size
+
+
+@pytest.mark.parametrize("rules", [W8, W8A8], ids=["W8", "W8A8"])
+def test_parameters_that_are_one_bare_array(rules):
+    w, constant = PARAMS["w"], normal(2, 8, 8)
+    for f, inputs in (
+        (lambda w, x: x @ w, (X,)),
+        (lambda w, x: w @ x.T, (X,)),
+        (lambda w, x: x @ w @ constant, (X,)),
+        (lambda w, x: x @ constant @ w, (X,)),
+        (lambda w, x: x @ (w @ constant), (X,)),
+        (lambda w: X @ w, ()),
+        (lambda w: jnp.tanh(X @ w) @ constant, ()),
+    ):
+        plan = fewbit.plan(f, rules, w, *inputs)
+        assert plan.totals.quantized_parameters == w.size
+        q = fewbit.quantize_model(f, PtqProvider(rules))
+        stored = fewbit.quantize_params(w, plan)
+        out = f(w, *inputs)
+        assert jnp.allclose(q(stored, *inputs), out, atol=0.05 * jnp.abs(out).max())
+
+
 def test_weights_that_a_function_closes_over():
     f = lambda params, x: x @ PARAMS["w"]  # noqa: E731
     with says(ValueError, "Make them the first argument of the function: f(params, *inputs)."):

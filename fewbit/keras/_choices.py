@@ -256,7 +256,8 @@ def _by_rules(
 
 def _choice_of_rule(number: int, rule: QuantizationRule, path: str) -> Choice:
     if rule.switched_off:
-        return Choice(reason=f"rule {number} switches it off")
+        unused = "" if rule.act_qtype is None else ": without weight_qtype its act_qtype is unused"
+        return Choice(reason=f"rule {number} switches it off{unused}")
     kind = "static" if rule.act_static_scale else "dynamic"
     kind = "weight_only" if rule.act_qtype is None else kind
     granularity = "per_channel" if rule.tile_size is None else "per_group"

@@ -37,6 +37,7 @@ from fewbit.modes.qt import QtProvider
 from fewbit.params import quantize_leaf
 from fewbit.qarray import WithAux, check_finite
 from fewbit.static_statistics import fixed_scale, is_fixed, static_scale
+from fewbit.stored_checks import act_alone
 
 _KEPT = 2**22  # bytes of floats that are kept, to go back to, until all layers are quantized
 _MSG_NOT_A_MODEL = (
@@ -216,8 +217,10 @@ def plan_model(model: keras.Layer, quant_config: Any) -> tuple[list[LayerPlan], 
     if not planned and any(
         choice.config is None or choice.config.strict for choice in choices.values()
     ):
-        why = " ".join(f"{note}." for note in plan.notes[:3])
-        raise ValueError(_MSG_NOTHING.format(model=model.name, why=why))
+        why = [f"{note}." for note in plan.notes[:3]]
+        rules = enumerate(quant_config if isinstance(quant_config, list | tuple) else ())
+        alone = [act_alone(i, rule) for i, rule in rules if rule.switched_off and rule.act_qtype]
+        raise ValueError(_MSG_NOTHING.format(model=model.name, why=" ".join(alone[:1] or why)))
     warn_of_attention(layers, choices, planned)
     return planned, plan
 

@@ -11,6 +11,7 @@ from fewbit.keras._calibration import CalibrationError, Collector
 from fewbit.keras._planning import LayerPlan
 from fewbit.static_statistics import is_fixed
 from fewbit.tails import cure_by_rule, far_message, far_ranges
+from fewbit.tiny_ranges import is_tiny
 
 _MSG_UNREACHED = (
     "Calibration never reached {count} of the layers that need a range: {paths}. Let the "
@@ -25,10 +26,16 @@ _MSG_ZEROS = (
     "{paths}. With a range of zero they would turn every input to zero. Calibrate on data like "
     "those of use, {leave}."
 )
+_MSG_TINY = (
+    "Calibration saw nothing but numbers that are too small for a scale at the inputs of {count} "
+    "of the layers that need a range: {paths}. They would all become zeros, with dynamic ranges "
+    "too. Calibrate on data like those of use, multiply them by a power of two first, {leave}."
+)
 _LEAVE = (
     "exclude these layers (exclude_list), or pass strict=False in the config to leave them float"
 )
 _LEAVE_BY_RULE = "or give these layers a rule of their own, without act_static_scale"
+_FLOAT_BY_RULE = "or give these layers a rule of their own, without act_qtype"
 _MSG_DYNAMIC = "config + DynamicQuantConfig({types}, white_list=[{entries}])"
 
 
@@ -51,8 +58,11 @@ def with_ranges(
     _judge(missed, _MSG_UNREACHED, _MSG_NONE if len(missed) == len(needing) else "")
     zeros = [each for each in needing if each not in missed and _saw_zeros(each, stats)]
     _judge(zeros, _MSG_ZEROS)
+    known = [each for each in needing if each not in missed and each not in zeros]
+    tiny = [each for each in known if _saw_tiny(each, stats)]
+    _judge(tiny, _MSG_TINY, by_rule=_FLOAT_BY_RULE)
     _name_far(needing, collectors, stats)
-    return [each for each in planned if each not in missed and each not in zeros]
+    return [each for each in planned if all(each not in lost for lost in (missed, zeros, tiny))]
 
 
 def _name_far(needing: Sequence[LayerPlan], collectors: Sequence[Collector], stats: Any) -> None:
@@ -89,13 +99,21 @@ def _saw_zeros(each: LayerPlan, stats: Any) -> bool:
     )
 
 
-def _judge(lost: Sequence[LayerPlan], message: str, more: str = "") -> None:
+def _saw_tiny(each: LayerPlan, stats: Any) -> bool:
+    """Whether all numbers of an input would be lost to its scale."""
+    scales = {s.name: s for s in each.plan.scales if not is_fixed(s) and s.name in stats.entries}
+    return any(is_tiny(s, stats.entries[n].states["range"]) for n, s in scales.items())
+
+
+def _judge(
+    lost: Sequence[LayerPlan], message: str, more: str = "", by_rule: str = _LEAVE_BY_RULE
+) -> None:
     if not lost:
         return
     paths = ", ".join(each.path for each in lost[:5]) + (", ..." if len(lost) > 5 else "")
-    by_rule = any(each.choice.config is None for each in lost)
-    leave = _LEAVE_BY_RULE if by_rule else _LEAVE
+    has_rule = any(each.choice.config is None for each in lost)
+    leave = by_rule if has_rule else _LEAVE
     text = message.format(count=len(lost), paths=paths, leave=leave) + more
-    if by_rule or any(each.choice.config.strict for each in lost if each.choice.config):
+    if has_rule or any(each.choice.config.strict for each in lost if each.choice.config):
         raise CalibrationError(text)
     warnings.warn(text, stacklevel=5)
