@@ -95,7 +95,8 @@ demo: .venv  ## a small model, quantized
 SELECT ?= not long
 define quick-tests
 XLA_FLAGS="$$($(1)/bin/python tools/quick_compiles.py) $(XLA_FLAGS)" \
-  $(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --strict-skips -m "$(SELECT)" $(if $(RECORD),--record=$(RECORD))
+  $(1)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --strict-skips \
+  --hypothesis-profile=repeatable -m "$(SELECT)" $(if $(RECORD),--record=$(RECORD))
 endef
 
 test: .venv  ## the quick tests and the doctests

@@ -25,11 +25,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import hypothesis
 import jax
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# A slow machine fails no test. `make test` draws the same examples every time, `make test-all` others.
+PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("searching", **PATIENT)
+hypothesis.settings.register_profile("repeatable", derandomize=True, **PATIENT)
+hypothesis.settings.load_profile("searching")
 
 # Sweeps over formats run with these in `make test-all` only; the others stand for them.
 RARE_FORMATS = {
