@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from fewbit.jaxprs import FORMS
+from fewbit.jaxprs import FORMS, OPTIONAL
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "fewbit"
@@ -278,6 +278,7 @@ def patch_faults(source, path):
 # among them mean something else in other dictionaries.
 READER = "jaxprs.py"
 BODY_PARAMS = {name for forms in FORMS.values() for form in forms.values() for name in form}
+BODY_PARAMS = BODY_PARAMS.union(*OPTIONAL.values())
 COMMON_WORDS = {"name", "mesh", "length", "reverse", "policy", "inline", "unroll", "bwd"}
 
 # Where the version of another library is named, for a person to read or for a file's identity.
@@ -424,6 +425,7 @@ SAMPLES = [
     (patch_faults, "ops/dot.py", "import jax\njax.config.update('a', 1)", "settings"),
     (patch_faults, "ops/dot.py", "from jax import lax\nself.x = lax.dot\nd[lax.p] = 1", None),
     (body_param_faults, "trace.py", "eqn.params['branches']", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "p.get('branches_platforms')", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "p = eqn.params\np.get('length')", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "'ft_in' in eqn.params", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "row['length'], eqn.params['permutation']", None),
