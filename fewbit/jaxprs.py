@@ -31,7 +31,10 @@ SITE_PRIMITIVES = {
 
 # Primitives that carry a kernel or a solver of their own: never opened, listed in the plan.
 OPAQUE_PRIMITIVES = frozenset(
-    {"pallas_call", "composite", "custom_linear_solve", "custom_partitioning", "reduce", "ffi_call"}
+    {
+        *("pallas_call", "composite", "custom_linear_solve", "custom_partitioning", "reduce"),
+        *("ffi_call", "call_exported"),
+    }
 )
 
 

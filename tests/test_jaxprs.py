@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -227,6 +228,15 @@ def test_a_body_that_nobody_knows_is_listed_with_its_products():
     (listed,) = analyse(changed, [("w", (4, 4))]).opaque
     assert "remat9 at the model's top level is opaque and runs as it is; it reads w" in listed
     assert "products inside it are not quantized" in listed
+
+
+def test_a_program_that_was_exported_is_listed():
+    """What `jax.export` made has no body to look into; who calls it has one."""
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda w: X @ w))(shape)
+    jaxpr = jax.make_jaxpr(exported.call)(jnp.ones((4, 4)))
+    (listed,) = analyse(jaxpr, [("w", (4, 4))]).opaque
+    assert listed.startswith("call_exported") and "it reads w" in listed
 
 
 @pytest.mark.parametrize(
