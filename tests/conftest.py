@@ -149,9 +149,10 @@ def _is_quick(function):
 
 
 def _is_listed(item, patterns):
-    """Parameters come after a colon: brackets mean something to fnmatch."""
+    """Parameters come after a colon: brackets mean something to fnmatch. Without, all are meant."""
     name = item.nodeid.replace("[", ":").replace("]", "")
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    names = (name, item.nodeid.partition("[")[0])
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 class SkipJudge:

@@ -600,7 +600,10 @@ def test_every_allowed_skip_names_a_file_that_exists():
             assert list(ROOT.glob(file)), f"tests/skips.txt lists {file}, which is gone"
 
 
-@pytest.mark.parametrize("name", ["long.txt", "soak.txt"])
+LISTS = ["long.txt", "soak.txt"]
+
+
+@pytest.mark.parametrize("name", LISTS)
 def test_every_listed_test_exists(name):
     """A pattern that matches nothing lets a renamed test slip back into the quick ones."""
     for line in (ROOT / "tests" / name).read_text().splitlines():
@@ -609,3 +612,16 @@ def test_every_listed_test_exists(name):
             test = test.partition(":")[0]
             names = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
             assert fnmatch.filter(names, test), line
+
+
+@pytest.mark.long
+def test_every_listed_test_is_marked():
+    """Each pattern matches, with its parameters, a test that is there today."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only"]
+    done = subprocess.run(
+        [*command, "-m", "long", "tests"], cwd=ROOT, capture_output=True, text=True
+    )
+    ids = [line.replace("[", ":").replace("]", "") for line in done.stdout.splitlines()]
+    for line in "\n".join((ROOT / "tests" / n).read_text() for n in LISTS).splitlines():
+        if line and not line.startswith("#"):
+            assert fnmatch.filter(ids, line) or fnmatch.filter(ids, f"{line}:*"), line
