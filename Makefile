@@ -150,7 +150,7 @@ test-sanitized: .venv  ## the native part under sanitizers; part of test-all
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 \
 	  $(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips $(NATIVE_TESTS) \
-	  -m "not soak" -k "not every_format and not instruction_sets and not resident" \
+	  -m "not soak" -k "not every_format and not instruction_sets and not resident" --longest 3600 \
 	  $(if $(RECORD),--record=$(RECORD))
 
 bench: .venv  ## every measurement in bench/, one after the other

@@ -31,7 +31,10 @@ SITE_PRIMITIVES = {
 
 # Primitives that carry a kernel or a solver of their own: never opened, listed in the plan.
 OPAQUE_PRIMITIVES = frozenset(
-    {"pallas_call", "composite", "custom_linear_solve", "custom_partitioning", "reduce", "ffi_call"}
+    {
+        *("pallas_call", "composite", "custom_linear_solve", "custom_partitioning", "reduce"),
+        *("ffi_call", "call_exported"),
+    }
 )
 
 
@@ -126,6 +129,9 @@ FORMS: dict[str, dict[str, frozenset[str]]] = {
     }.items()
 }
 
+# Params that an equation may have or not in any form: a `cond` of `lax.platform_dependent` has one.
+OPTIONAL = {"cond": frozenset({"branches_platforms"})}
+
 _MSG_UNKNOWN_FORM = (
     "{name} equations of JAX {version} are not as fewbit knows them: {what}. fewbit was tested "
     "with JAX {known}. Two ways out: a newer fewbit (`pip install --upgrade fewbit`), or a JAX of "
@@ -148,11 +154,11 @@ def _unknown(name: str, what: str) -> UnknownJaxError:
 def _params(eqn: Eqn) -> dict[str, Any]:
     """The params of an equation with a body, in one of the forms that are known."""
     name, found = eqn.primitive.name, eqn.params
-    forms = FORMS[name].values()
-    if any(found.keys() == form for form in forms):
+    forms, names = FORMS[name].values(), found.keys() - OPTIONAL.get(name, ())
+    if any(names == form for form in forms):
         return found
-    nearest = min(forms, key=lambda form: len(form ^ found.keys()))
-    missing, new = sorted(nearest - found.keys()), sorted(found.keys() - nearest)
+    nearest = min(forms, key=lambda form: len(form ^ names))
+    missing, new = sorted(nearest - names), sorted(names - nearest)
     parts = [f"there is no {' and no '.join(missing)}"] * bool(missing)
     parts += [f"{' and '.join(new)} {'are' if len(new) > 1 else 'is'} new"] * bool(new)
     raise _unknown(name, ", ".join(parts))
@@ -214,6 +220,11 @@ def while_params(eqn: Eqn) -> WhileParams:
     """The params of a `while` equation."""
     p = _params(eqn)
     return WhileParams(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+
+
+def branch_platforms(eqn: Eqn) -> tuple[tuple[str, ...] | None, ...] | None:
+    """The platforms of each branch (None: any other) of `lax.platform_dependent`; else None."""
+    return _params(eqn).get("branches_platforms")
 
 
 def remat_params(eqn: Eqn) -> RematParams:

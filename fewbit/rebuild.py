@@ -113,13 +113,23 @@ def _cond(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> 
 
         return with_empty
 
-    outs, readings = lax.switch(index, [whole(b) for b in branches], *operands)
+    outs, readings = _choose(eqn, index, [whole(b) for b in branches], operands)
     run.taps.add(readings)
     through = jaxprs.common_forwards(*(node.jaxpr for node in nodes))
     return [
         o if k is None or not is_weight(operands[k]) else operands[k]
         for o, k in zip(outs, through, strict=True)
     ]
+
+
+def _choose(eqn: Eqn, index: Any, branches: list[Any], operands: list[Any]) -> Any:
+    """One branch by its number, or by the platform: the others then need not compile here."""
+    platforms = jaxprs.branch_platforms(eqn)
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    pairs = zip(platforms, branches, strict=True)
+    named = {name: branch for names, branch in pairs for name in names or ("default",)}
+    return lax.platform_dependent(*operands, **named)
 
 
 def _remat(run: Interpreter, eqn: Eqn, ins: list[Any], nodes: Sequence[Node]) -> list[Any]:

@@ -10,7 +10,8 @@ import re
 import shutil
 import tempfile
 
-from recorder import DEVICES, Recorder
+from recorder import DEVICES, Recorder, Teller
+from watchdog import Once, SharedFolder, Watchdog
 
 # Before the first import of jax: the device count is read once, when the CPU client starts.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}".strip()
@@ -80,12 +81,25 @@ def pytest_addoption(parser):
         metavar="FILE",
         help="write what was run and found, failed tests and times too, while it runs",
     )
+    parser.addoption(
+        "--longest",
+        metavar="SECONDS",
+        type=float,
+        default=600,
+        help="a test that takes longer hangs: it says where and ends its process; long ones get"
+        " more (default: %(default)s; 0: wait for ever)",
+    )
 
 
 def pytest_configure(config):
+    if config.getoption("longest"):
+        config.pluginmanager.register(Watchdog(config.getoption("longest")), "watchdog")
     # With xdist every report also reaches the process that started the workers: judge there.
     if hasattr(config, "workerinput"):
+        config.pluginmanager.register(Once(config.workerinput), "once")
         return
+    config.pluginmanager.register(SharedFolder(), "shared-folder")
+    config.pluginmanager.register(Teller(config), "teller")
     if config.getoption("strict_skips"):
         config.pluginmanager.register(SkipJudge(read_skips(SKIPS_FILE)), "skip-judge")
     if path := config.getoption("record"):
@@ -142,9 +156,10 @@ def _is_quick(function):
 
 
 def _is_listed(item, patterns):
-    """Parameters come after a colon: brackets mean something to fnmatch."""
+    """Parameters come after a colon: brackets mean something to fnmatch. Without, all are meant."""
     name = item.nodeid.replace("[", ":").replace("]", "")
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    names = (name, item.nodeid.partition("[")[0])
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 class SkipJudge:

@@ -62,9 +62,7 @@ class Recorder:
 
     def note_failure(self, name, report, word):
         self.outcomes[word] += 1
-        crash = getattr(report.longrepr, "reprcrash", None)
-        text = crash.message if crash else str(report.longrepr or "")
-        self.failed[name] = next((line.strip() for line in text.splitlines() if line.strip()), "")
+        self.failed[name] = first_line(report)
         self.write(RUNNING)
 
     @pytest.hookimpl(wrapper=True)
@@ -93,6 +91,40 @@ class Recorder:
         lines += ["", f"the {SLOWEST} slowest tests"]
         lines += [f"{spent:9.1f}  {name}" for name, spent in self.tests.most_common(SLOWEST)]
         return lines
+
+
+class Teller:
+    """A plugin of pytest that names a failure on the terminal when it is seen.
+
+    pytest itself prints an "F", and the name in a summary that a run which is killed never reaches.
+    """
+
+    def __init__(self, config):
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.tell(f"{report.nodeid} ({report.when})", report)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.tell(f"{report.nodeid} (collection)", report)
+
+    def tell(self, name, report):
+        if reporter := self.config.pluginmanager.get_plugin("terminalreporter"):
+            reporter.write_line(f"failed: {name}: {first_line(report)}", red=True)
+            reporter.flush()
+
+
+def first_line(report):
+    """The first line of what a failure says; of an import that fails the line with the error."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash else str(report.longrepr or "")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]
+    return next(iter(errors or lines), "")
 
 
 def versions():

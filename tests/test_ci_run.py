@@ -1,5 +1,6 @@
 """`.ci/run`: every part runs whatever became of the others; what is left out is said by name."""
 
+import re
 import shutil
 
 import pytest
@@ -36,6 +37,15 @@ def test_all_parts_run(machine):
     assert made
     assert done.stdout.count("3 passed in 1s") == 3
     assert "make test-oldest: passed, " in done.stdout
+
+
+def test_each_part_says_when_it_begins_and_ends(machine):
+    """One that is killed has said how far it was, and how long each part took."""
+    said = run(machine, BROKEN="test")[0].stdout
+    for part, verdict in (("lint", "passed"), ("test", "FAILED"), ("test-oldest", "passed")):
+        begins = re.search(rf"== make {part}, \d+ s after the start\n", said)
+        ends = re.search(rf"== make {part} {verdict} after \d+ s, \d+ s after the start\n", said)
+        assert begins.end() < ends.start()
 
 
 @pytest.mark.parametrize("broken", ["lint", "test", "test-oldest"])

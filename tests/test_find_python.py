@@ -58,6 +58,23 @@ def test_python3_without_a_version_in_its_name_will_do(machine):
     assert machine.find().stdout == f"{machine.root}/bin/python3\n"
 
 
+def test_warnings_before_the_answer_are_passed_over(machine):
+    """Of a wrapper, or of the linker about something to preload."""
+    real = machine.python("real", "3.13.2")
+    machine.program("bin/python3.13", f"echo 'ERROR: ld.so: ignored.' >&2\nexec '{real}' \"$@\"")
+    assert machine.find().stdout == f"{real}\n"
+
+
+def test_places_with_spaces_in_their_names(tmp_path):
+    machine = Machine(tmp_path / "my machine")
+    machine.shim("bin/python3.13")
+    machine.python("home/.pyenv/versions/3.13.2/bin/python3.13", "3.13.2")
+    kept = f"{machine.root}/home/.pyenv/versions/3.13.2/bin/python3.13"
+    assert machine.find().stdout == f"{kept}\n"
+    assert machine.run("make_env.sh", "my env").returncode == 0
+    assert (machine.root / "my env/.python").read_text() == f"made by: {kept}\n"
+
+
 def test_none_at_all_is_an_error_that_says_what_was_found(machine):
     machine.shim("bin/python3.13")
     machine.python("bin/python3", "3.10.1")

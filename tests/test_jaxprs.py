@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -130,6 +131,41 @@ def test_every_primitive_with_a_body_has_a_form_that_is_known(name):
     assert jaxprs.bodies(equation_of(name, BODIES[name], X))
 
 
+# Other ways to write the same primitives, which may bind other params.
+WAYS = {
+    "cond": [
+        lambda x: lax.switch(IDS[0], [jnp.sin, jnp.cos, jnp.tan], x),
+        lambda x: lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos),
+        lambda x: lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos, cuda=jnp.cos),
+        lambda x: jnp.linalg.det(x[:4]),
+    ],
+    "scan": [
+        lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x, reverse=True, unroll=2),
+        lambda x: lax.scan(lambda c, row: (c + row, c), x[0], x, _split_transpose=True),
+        lambda x: lax.map(jnp.sin, x, batch_size=3),
+        lambda x: lax.fori_loop(0, 3, lambda _, c: c + 1, x),
+    ],
+    "while": [lambda x: lax.fori_loop(0, IDS[0], lambda _, c: c + 1, x)],
+    "remat2": [
+        jax.checkpoint(jnp.sin, prevent_cse=False, policy=jax.checkpoint_policies.dots_saveable),
+        jax.grad(lambda x: jax.checkpoint(jnp.sin)(x).sum()),
+    ],
+    "jit": [jax.jit(jnp.sin, donate_argnums=0, keep_unused=True)],
+    "shard_map": [jax.vmap(varying), jax.grad(lambda x: varying(x).sum())],
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [(n, k) for n in WAYS for k in range(len(WAYS[n]))])
+def test_every_way_to_write_it_has_a_form_that_is_known(name, number):
+    """Also under transformations, and in what it is made of."""
+    function = WAYS[name][number]
+    assert name in names_in(jax.make_jaxpr(function)(X))
+    transformed = [lambda x: jax.jvp(function, (x,), (x,)), jax.vmap(function)]
+    for traced in (function, *transformed):
+        x = X if traced is not transformed[1] else jnp.stack([X, X])
+        analyse(jax.make_jaxpr(traced)(x), [None])
+
+
 @pytest.mark.parametrize("name", sorted(jaxprs.FORMS))
 @pytest.mark.parametrize("change", ["one less", "one more"])
 def test_a_form_that_is_not_known_is_said(name, change):
@@ -192,6 +228,15 @@ def test_a_body_that_nobody_knows_is_listed_with_its_products():
     (listed,) = analyse(changed, [("w", (4, 4))]).opaque
     assert "remat9 at the model's top level is opaque and runs as it is; it reads w" in listed
     assert "products inside it are not quantized" in listed
+
+
+def test_a_program_that_was_exported_is_listed():
+    """What `jax.export` made has no body to look into; who calls it has one."""
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    exported = jax.export.export(jax.jit(lambda w: X @ w))(shape)
+    jaxpr = jax.make_jaxpr(exported.call)(jnp.ones((4, 4)))
+    (listed,) = analyse(jaxpr, [("w", (4, 4))]).opaque
+    assert listed.startswith("call_exported") and "it reads w" in listed
 
 
 @pytest.mark.parametrize(

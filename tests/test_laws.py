@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from fewbit.jaxprs import FORMS
+from fewbit.jaxprs import FORMS, OPTIONAL
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "fewbit"
@@ -278,6 +278,7 @@ def patch_faults(source, path):
 # among them mean something else in other dictionaries.
 READER = "jaxprs.py"
 BODY_PARAMS = {name for forms in FORMS.values() for form in forms.values() for name in form}
+BODY_PARAMS = BODY_PARAMS.union(*OPTIONAL.values())
 COMMON_WORDS = {"name", "mesh", "length", "reverse", "policy", "inline", "unroll", "bwd"}
 
 # Where the version of another library is named, for a person to read or for a file's identity.
@@ -301,6 +302,12 @@ def asked_key(node):
     return None, None
 
 
+def reads_params(node):
+    """Whether an expression is the params of an equation, or made of them."""
+    named = isinstance(node, ast.Attribute) and node.attr == "params"
+    return named or (isinstance(node, ast.Call) and ast.unparse(node).endswith(", 'params')"))
+
+
 def assigned_from(tree, is_source):
     """Names that are given a value in which some node is a source."""
     found = set()
@@ -321,7 +328,7 @@ def body_param_faults(source, path):
     if relative(path) == READER:
         return []
     tree, faults = ast.parse(source), []
-    from_params = assigned_from(tree, lambda n: isinstance(n, ast.Attribute) and n.attr == "params")
+    from_params = assigned_from(tree, reads_params)
     for node in ast.walk(tree):
         where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -329,8 +336,14 @@ def body_param_faults(source, path):
                 faults.append(f"{where}: {node.value!r} belongs in {READER}")
         holder, key = asked_key(node)
         if isinstance(key, str) and key in COMMON_WORDS & BODY_PARAMS:
-            text = ast.unparse(holder)
-            if text.endswith(".params") or text in from_params:
+            if ast.unparse(holder) in from_params or any(map(reads_params, ast.walk(holder))):
+                faults.append(f"{where}: {ast.unparse(node)} belongs in {READER}")
+        if isinstance(node, ast.Call):
+            names = {keyword.arg for keyword in node.keywords} & (BODY_PARAMS - COMMON_WORDS)
+            if names and ast.unparse(node.func).split(".")[-1] in ("dict", "bind", "replace"):
+                faults.append(f"{where}: {names} belongs in {READER}")
+        if isinstance(node, ast.Attribute) and node.attr in ("values", "items", "popitem"):
+            if ast.unparse(node.value).endswith("eqn.params"):
                 faults.append(f"{where}: {ast.unparse(node)} belongs in {READER}")
     return faults
 
@@ -392,7 +405,45 @@ def version_faults(source, path):
     return faults
 
 
-LAWS = [layer_faults, framework_faults, patch_faults, body_param_faults, version_faults]
+VERSIONED = ("jax", "jaxlib", "flax")
+
+
+def probe_faults(source, path):
+    """Asking JAX or Flax what they have is deciding by their version under another name."""
+    tree, faults, theirs = ast.parse(source), [], set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, alias.asname or alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found = [(str(node.module), alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        # Of classes people make objects, which may have what they want; modules have versions.
+        theirs |= {n.split(".")[0] for full, n in found if full.split(".")[0] in VERSIONED}
+    for node in ast.walk(tree):
+        where = f"{relative(path)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Call) and node.args and root_name(node.args[0]) in theirs:
+            called, asked = ast.unparse(node.func).split(".")[-1], node.args[0]
+            probes = called in ("hasattr", "signature")
+            probes = probes or (called == "getattr" and len(node.args) == 3)
+            if probes and isinstance(asked, ast.Name | ast.Attribute):
+                faults.append(f"{where}: probes for a version: {ast.unparse(node)}")
+        if isinstance(node, ast.Try) and any(map(_catches_absence, node.handlers)):
+            inside = ast.unparse(ast.Module(node.body, []))
+            if re.search(r"^\s*(from|import) (jax|jaxlib|flax\.)", inside, re.MULTILINE):
+                faults.append(f"{where}: probes for a version: {inside}")
+    return faults
+
+
+def _catches_absence(handler):
+    text = ast.unparse(handler.type) if handler.type else ""
+    return re.search("ImportError|ModuleNotFoundError|AttributeError", text) is not None
+
+
+LAWS = [
+    *(layer_faults, framework_faults, patch_faults),
+    *(body_param_faults, version_faults, probe_faults),
+]
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -424,6 +475,7 @@ SAMPLES = [
     (patch_faults, "ops/dot.py", "import jax\njax.config.update('a', 1)", "settings"),
     (patch_faults, "ops/dot.py", "from jax import lax\nself.x = lax.dot\nd[lax.p] = 1", None),
     (body_param_faults, "trace.py", "eqn.params['branches']", "belongs in jaxprs.py"),
+    (body_param_faults, "trace.py", "p.get('branches_platforms')", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "p = eqn.params\np.get('length')", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "'ft_in' in eqn.params", "belongs in jaxprs.py"),
     (body_param_faults, "trace.py", "row['length'], eqn.params['permutation']", None),
@@ -450,6 +502,27 @@ SAMPLES = [
     (version_faults, "trace.py", "print(jax.__version__)", "names a version"),
     (version_faults, "io/_manifest.py", "found['jax'] = metadata.version('jax')", None),
     (version_faults, "trace.py", "fewbit.__version__", None),
+    (body_param_faults, "trace.py", "new = {**eqn.params, **dict(jaxpr=1)}", "belongs in"),
+    (body_param_faults, "trace.py", "p.bind(*args, branches=b)", "belongs in"),
+    (body_param_faults, "trace.py", "dict(eqn.params)['length']", "belongs in"),
+    (body_param_faults, "trace.py", "getattr(eqn, 'params').get('mesh')", "belongs in"),
+    (body_param_faults, "trace.py", "for v in eqn.params.values(): f(v)", "belongs in"),
+    (probe_faults, "trace.py", "import jax\nif hasattr(jax.lax, 'axis_size'): f()", "probes"),
+    (probe_faults, "trace.py", "from jax import lax\nf = getattr(lax, 'f', None)", "probes"),
+    (
+        probe_faults,
+        "trace.py",
+        "import jax\n'f' in inspect.signature(jax.jit).parameters",
+        "probes",
+    ),
+    (
+        probe_faults,
+        "trace.py",
+        "try:\n    from jax import f\nexcept ImportError:\n    f = 1",
+        "probes",
+    ),
+    (probe_faults, "trace.py", "import jax\nhasattr(jax.tree.leaves(x)[0], 'dtype')", None),
+    (probe_faults, "trace.py", "try:\n    import flax\nexcept ImportError:\n    f = 1", None),
 ]
 
 
@@ -527,7 +600,10 @@ def test_every_allowed_skip_names_a_file_that_exists():
             assert list(ROOT.glob(file)), f"tests/skips.txt lists {file}, which is gone"
 
 
-@pytest.mark.parametrize("name", ["long.txt", "soak.txt"])
+LISTS = ["long.txt", "soak.txt"]
+
+
+@pytest.mark.parametrize("name", LISTS)
 def test_every_listed_test_exists(name):
     """A pattern that matches nothing lets a renamed test slip back into the quick ones."""
     for line in (ROOT / "tests" / name).read_text().splitlines():
@@ -536,3 +612,16 @@ def test_every_listed_test_exists(name):
             test = test.partition(":")[0]
             names = re.findall(r"def (test_\w+)", (ROOT / file).read_text())
             assert fnmatch.filter(names, test), line
+
+
+@pytest.mark.long
+def test_every_listed_test_is_marked():
+    """Each pattern matches, with its parameters, a test that is there today."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only"]
+    done = subprocess.run(
+        [*command, "-m", "long", "tests"], cwd=ROOT, capture_output=True, text=True
+    )
+    ids = [line.replace("[", ":").replace("]", "") for line in done.stdout.splitlines()]
+    for line in "\n".join((ROOT / "tests" / n).read_text() for n in LISTS).splitlines():
+        if line and not line.startswith("#"):
+            assert fnmatch.filter(ids, line) or fnmatch.filter(ids, f"{line}:*"), line

@@ -56,6 +56,22 @@ def pallas_product(x, w):
     return pl.pallas_call(kernel, out_shape=out, interpret=True)(x, w)
 
 
+@jax.custom_vjp
+def tpu_product(x, w):
+    """Compiles on TPUs alone."""
+
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=out)(x, w)
+
+
+tpu_product.defvjp(
+    lambda x, w: (tpu_product(x, w), (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g)
+)
+
+
 def nested_jits(p, x):
     @jax.jit
     def inner(w, x):
@@ -93,6 +109,13 @@ def cond(p, x):
 def switch(p, x):
     branches = [lambda x: x @ p["a"], lambda x: x @ p["b"], lambda x: x]
     return lax.switch(jnp.int32(1), branches, x)
+
+
+def by_platform(p, x):
+    """The branch of another platform need not compile on this one."""
+    return lax.platform_dependent(
+        x, p["a"], cpu=lambda x, w: x @ w, tpu=tpu_product, default=lambda x, w: jnp.sin(x @ w)
+    )
 
 
 def remat(p, x):
@@ -240,6 +263,7 @@ FUNCTIONS = [
     fori_loop,
     cond,
     switch,
+    by_platform,
     remat,
     scan_of_remat_of_cond,
     custom_vjp,

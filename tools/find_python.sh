@@ -36,6 +36,7 @@ print("%d.%d.%d %s" % (*sys.version_info[:3], path))
 ask() {
   [ -x "$1" ] && [ ! -d "$1" ] || return 0
   if answer=$("$1" -I -c "$question" 2>&1 </dev/null); then
+    answer=$(printf '%s\n' "$answer" | sed -n '$p')  # before it wrappers and the linker may warn
     case $answer in
       "${2:-3}".*)
         echo "Python ${answer%% *}: ${answer#* }" >&2
