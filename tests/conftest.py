@@ -33,7 +33,7 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A slow machine fails no test. `make test` draws the same examples every time, `make test-all` others.
+# A slow machine fails no test. `make test` draws the same examples every time, others draw anew.
 PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("searching", **PATIENT)
 hypothesis.settings.register_profile("repeatable", derandomize=True, **PATIENT)
