@@ -54,6 +54,45 @@ def test_a_model_that_cannot_be_made_again_is_named():
         fk.clone_model(model)
 
 
+@keras.saving.register_keras_serializable("cloning")
+class Named(keras.Model):
+    """Inputs by name, and no build()."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.ups = [keras.layers.Dense(8), keras.layers.Dense(8)]
+
+    def call(self, inputs):
+        return self.ups[0](inputs["a"]) + self.ups[1](inputs["b"])
+
+
+def test_a_model_of_inputs_by_name():
+    model, x = Named(), {"a": np.ones((2, 4), "float32"), "b": np.ones((2, 6), "float32")}
+    wanted = np.asarray(model(x))
+    twin = fk.quantize_model(model, fk.DynamicQuantConfig("int8"), inplace=False, progress=False)
+    np.testing.assert_allclose(twin(x), wanted, atol=0.03)
+    np.testing.assert_array_equal(fk.clone_model(twin)(x), twin(x))
+    np.testing.assert_array_equal(model(x), wanted)
+
+
+def test_a_config_that_makes_less_is_told_by_numbers():
+    class Grown(Named):
+        def __init__(self, more=None, **kwargs):
+            super().__init__(**kwargs)
+            self.more = more
+
+        def call(self, inputs):
+            return super().call(inputs) if self.more is None else self.more(super().call(inputs))
+
+        def get_config(self):
+            return {}
+
+    model = Grown(keras.layers.Dense(3))
+    model({"a": np.ones((2, 4), "float32"), "b": np.ones((2, 6), "float32")})
+    with pytest.raises(ValueError, match="needs: what it makes has 2 layers and the model 3. Give"):
+        fk.quantize_model(model, fk.DynamicQuantConfig("int8"), inplace=False, progress=False)
+
+
 def gated(gate):
     """As in MobileNetV3: a graph with layers and operations of the same names."""
     x = keras.Input((8,))

@@ -44,7 +44,11 @@ def kill_saves(victims, kind, folder, kills, seed):  # noqa: F811
     return seen
 
 
-@pytest.mark.parametrize("kind", [keras_killed.File, keras_killed.Folder])
+# Of KerasHub, which takes long to import.
+PRESET = pytest.param(keras_killed.Preset, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("kind", [keras_killed.File, keras_killed.Folder, PRESET])
 def test_five_kills(victims, kind, tmp_path):  # noqa: F811
     assert kill_saves(victims, kind, tmp_path, 5, seed=1)["killed"] == 5
 

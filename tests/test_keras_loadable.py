@@ -73,6 +73,32 @@ def test_a_layer_with_attention_and_no_build_loads(tmp_path):
     assert type(query).__name__ == "QDynamicEinsumDense" and query.kernel._value is None
 
 
+@pytest.mark.parametrize(
+    "options", [{"quantize_attention": True}, {"emulate": True}, {"const_scale": True}]
+)
+def test_static_ranges_inside_such_attention_wait_for_their_file(options, tmp_path):
+    """The model around it calls the layer before its ranges are read."""
+    inputs, x = keras.Input((6, 32)), np.linspace(-1, 1, 192).reshape(1, 6, 32)
+    model = keras.Model(inputs, cases.TransformerBlock(32, 2)(inputs))
+    config = fewbit.keras.StaticQuantConfig("int8", **{"quantize_attention": True} | options)
+    fewbit.keras.quantize_model(model, config, lambda m: m(x), progress=False)
+    model.save(tmp_path / "m.keras")
+    again = keras.saving.load_model(tmp_path / "m.keras")
+    assert np.array_equal(again(x), model(x))
+    assert again.layers[1].att._fewbit.scales.keys() == model.layers[1].att._fewbit.scales.keys()
+    assert np.array_equal(fewbit.keras.clone_model(again)(x), model(x))
+
+
+def test_static_ranges_that_are_not_loaded_are_named():
+    x, inputs = np.ones((1, 6, 32), np.float32), keras.Input((6, 32))
+    model = keras.Model(inputs, keras.layers.MultiHeadAttention(2, 8, name="att")(inputs, inputs))
+    config = fewbit.keras.StaticQuantConfig("int8", quantize_attention=True)
+    fewbit.keras.quantize_model(model, config, lambda m: m(x), progress=False)
+    twin = keras.models.clone_model(model).get_layer("att")
+    with pytest.raises(ValueError, match=r"saved values \(einsum0_lhs_scale, .*were not loaded"):
+        twin(x, x)
+
+
 def test_each_layer_gets_its_own_decision_where_a_sequential_is_built_late(tmp_path):
     """A Sequential without an Input has one layer more once it is built."""
     inputs = keras.Input((6, 32))

@@ -75,20 +75,23 @@ def length_of(work):
 
 def killed_saves(victims, folder, kills, seed):
     """Old or new, whole; the next save leaves nothing behind."""
-    dice, seen = random.Random(seed), collections.Counter()
+    dice, seen, known = random.Random(seed), collections.Counter(), {0}
     fewbit.save(folder, tree(0))
     most = 2 * length_of(lambda: fewbit.save(folder, tree(0)))
     for kill in range(kills):
         victims.kill("save", folder, 2 * kill, dice.uniform(0.0, most))
         found = fewbit.load(folder)
         assert content_matches(found.params), kill
+        assert found.params["number"] in known | {2 * kill, 2 * kill + 1}, kill
         assert fewbit.verify(folder).ok
+        known = {found.params["number"]}
         seen["killed"] += 1
         seen["half way"] += bool(leftovers(folder))
         if kill % 3 == 0:
             fewbit.save(folder, tree(2 * kill + 2))
-            assert not leftovers(folder)
+            assert not leftovers(folder) and set(os.listdir(folder.parent)) <= {"it", "it.aside"}
             assert fewbit.load(folder).params["number"] == 2 * kill + 2
+            known = {2 * kill + 2}
             seen["saved again"] += 1
     return seen
 

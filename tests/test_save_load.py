@@ -190,6 +190,22 @@ def test_linen_with_boxes(tmp_path, freeze):
     assert (model.apply(found, X) == model.apply(variables, X)).all()
 
 
+@pytest.mark.parametrize("names", [("in", "out"), ("in",), ()])
+def test_boxes_into_a_template(tmp_path, names):
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), names)
+    layer = nn.Dense(64, kernel_init=init)
+    model = fewbit.quantize_model(layer, PtqProvider(W8A8))
+    template = jax.eval_shape(model.init, jax.random.key(0), X)
+    variables = fewbit.quantize_params(layer.init(jax.random.key(0), X), template)
+    fewbit.save(tmp_path, variables)
+    for into in (template, variables, model.init(jax.random.key(1), X)):
+        assert_same(fewbit.load(tmp_path, into=into).params, variables)
+    four = fewbit.quantize_model(layer, PtqProvider(W4))
+    other = jax.eval_shape(four.init, jax.random.key(0), X)
+    with pytest.raises(fewbit.CheckpointError, match="int4 codes of .*, found int8 codes of "):
+        fewbit.load(tmp_path, into=other).params  # noqa: B018
+
+
 def test_a_box_around_the_whole_leaf(tmp_path):
     tree = {"a": nn.Partitioned(weight("int4"), names=("x", None)), "b": nn.Partitioned(X, ("y",))}
     tree["c"] = nn.LogicallyPartitioned(X, names=("embed", None))

@@ -189,7 +189,8 @@ def _near(path: str, others: Any) -> str:
 
 def _bare(value: Any) -> Any:
     value = unboxed(value) if is_box(value) else value
-    return value.array if isinstance(value, WithAux) else value
+    value = value.array if isinstance(value, WithAux) else value
+    return unbox_parts(value) if isinstance(value, QArray) and is_box(value.data) else value
 
 
 def _compare(checkpoint: str, path: str, old: Any, new: Any) -> None:
@@ -199,7 +200,7 @@ def _compare(checkpoint: str, path: str, old: Any, new: Any) -> None:
         qtype_name(x.qtype) if isinstance(x, QArray) and x.qtype is not None else None
         for x in (old, new)
     ]
-    shapes = [tuple(_shape(x)) for x in (old, new)]
+    shapes = [tuple(getattr(x, "shape", ())) for x in (old, new)]
     if isinstance(new, bool | int | float | str):  # a number takes the place of a number
         same = not shapes[0] and quantized[0] is None
     elif not isinstance(old, QArray) and not hasattr(old, "shape"):
@@ -211,19 +212,7 @@ def _compare(checkpoint: str, path: str, old: Any, new: Any) -> None:
     if same:
         return
     texts = [
-        f"{qtype + ' codes of ' if qtype else ''}{describe(_described(x))}"
+        f"{qtype + ' codes of ' if qtype else ''}{describe(x)}"
         for x, qtype in zip((old, new), quantized, strict=True)
     ]
     raise CheckpointError(checkpoint, _MSG_OTHER, tensor=path, expected=texts[0], found=texts[1])
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if isinstance(value, QArray) and is_box(value.data):
-        value = unbox_parts(value)
-    return tuple(getattr(value, "shape", ()))
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, QArray) and is_box(value.data):
-        return unbox_parts(value)
-    return value

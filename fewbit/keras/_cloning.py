@@ -14,6 +14,7 @@ _MSG_NO_TWIN = (
     "{model} cannot be made a second time from its get_config(), which {wanted} needs: {why} "
     "Give the class a get_config() and a build(){instead}."
 )
+_MSG_UNLIKE = "what it makes has {found} {what} and the model {wanted}."
 
 
 def clone_model(model: keras.Layer) -> Any:
@@ -32,10 +33,10 @@ def clone_model(model: keras.Layer) -> Any:
     quantized = any(is_quantized(each) for each in [model, *sublayers(model)])
     try:
         twin = _made_again(model, quantized)
-        layers = list(zip(sublayers(twin), sublayers(model), strict=True))
+        layers = _paired("layers", sublayers(twin), sublayers(model))
         if quantized:
             _copy_saved([(twin, model), *layers])
-        pairs = list(zip(twin.variables, model.variables, strict=True))
+        pairs = _paired("variables", twin.variables, model.variables)
     except Exception as error:
         why = " ".join(re.split("Example:|Full object config:", str(error))[0].split())
         name = f"{type(model).__name__} '{model.name}'"
@@ -74,11 +75,19 @@ def _from_config(model: Any) -> Any:
     with keras.saving.custom_object_scope(classes):
         twin = model.__class__.from_config(model.get_config())
         if not twin.built and model.built:
-            config = model.get_build_config()
+            # As a file would have it: Keras does not see through the dicts that it tracks.
+            config = keras.saving.serialize_keras_object(model.get_build_config() or {})
             if config:
                 twin.build_from_config(config)
                 twin.built = True  # as Keras does when it loads a model
     return twin
+
+
+def _paired(what: str, new: list[Any], old: list[Any]) -> list[tuple[Any, Any]]:
+    """The parts of two models side by side."""
+    if len(new) != len(old):
+        raise ValueError(_MSG_UNLIKE.format(found=len(new), what=what, wanted=len(old)))
+    return list(zip(new, old, strict=True))
 
 
 def _copy_saved(layers: list[tuple[Any, Any]]) -> None:

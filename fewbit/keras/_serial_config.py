@@ -79,6 +79,7 @@ def _fields(layer: Any) -> dict[str, Any]:
             "rule": rule_to_dict(state.rule),
             "settings": dict(state.settings),
             "stored": dict(state.awaited) | {n: _about(s) for n, s in state.stored.items()},
+            "scales": sorted({*state.awaited_scales, *state.scales}),
             "remembered": state.remembered.shapes(),
         }
     return fields

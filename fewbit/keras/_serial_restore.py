@@ -212,6 +212,7 @@ def _state(layer: Any, original: Any, own: Mapping[str, Any], where: str) -> Lay
         program = LayerProgram(layer, original.call, path, rule, **how)
         state = LayerState(path, rule, _kind(own, where), program, settings)
         state.awaited = {name: dict(about) for name, about in own["stored"].items()}
+        state.awaited_scales = tuple(map(str, own.get("scales", ())))  # older files do not say
     except (KeyError, TypeError) as error:
         raise damaged(where, "its fewbit record", f"it lacks {error}") from None
     return state

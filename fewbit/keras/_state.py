@@ -34,22 +34,24 @@ class LayerState:
     hollow: dict[str, keras.Variable] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)  # '<op_id>_lhs_scale': variable or array
     awaited: dict[str, Any] = field(default_factory=dict)  # what a file will give, and its shape
+    awaited_scales: tuple[str, ...] = ()  # and the names of static scales there
     seed: Any = None  # of stochastic rounding, in a layer that trains
     remembered: Remembered = field(default_factory=Remembered)  # of the steps of training
 
     def run(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's call, quantized."""
-        if self.awaited.keys() - self.stored.keys():
+        scales = {*self.awaited_scales} - self.scales.keys()
+        if scales or self.awaited.keys() - self.stored.keys():
             return self._sketch(layer, args, kwargs)
         stored = {name: part.value() for name, part in self.stored.items()}
-        scales = {name: value_of(scale) for name, scale in self.scales.items()}
+        static = {name: value_of(scale) for name, scale in self.scales.items()}
         own = {**named_variables(layer), **self.hollow}
         noise = None if self.seed is None else self.seed.next()
         kept = self.remembered
         runner, dynamic, others = self.program.prepare(
             own,
             stored,
-            scales | kept.values(),
+            static | kept.values(),
             args,
             kwargs,
             noise=noise,
@@ -62,7 +64,7 @@ class LayerState:
 
     def _sketch(self, layer: keras.Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The float call, for the shapes that Keras asks for before it loads the weights."""
-        names = ", ".join(self.awaited)
+        names = ", ".join([*self.awaited, *self.awaited_scales])
         message = _MSG_UNLOADED.format(path=layer.path or layer.name, names=names)
         if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise ValueError(message)
