@@ -38,6 +38,43 @@ def test_a_clone_by_keras_says_that_it_has_no_values():
         twin.predict(np.ones((2, 64), "float32"), verbose=0)
 
 
+def test_a_clone_by_keras_of_layers_that_are_made_when_called_says_so_too(tmp_path):
+    model = cases.transformer()
+    x = cases.inputs_of(model, "transformer")
+    twin = keras.models.clone_model(model)
+    with pytest.raises(ValueError, match="were not loaded"):
+        twin(x)
+    model.save_weights(tmp_path / "m.weights.h5")
+    twin.load_weights(tmp_path / "m.weights.h5")
+    np.testing.assert_array_equal(twin(x), model(x))
+
+
+@keras.saving.register_keras_serializable("cloning")
+class Late(keras.Model):
+    """Attention makes its layers when it is called first, and nothing builds this before."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.attention = keras.layers.MultiHeadAttention(2, 8)
+
+    def call(self, x):
+        return self.attention(x, x)
+
+
+def test_a_call_before_anything_is_loaded_tells_of_random_weights(tmp_path):
+    model, x = Late(), np.random.default_rng(0).normal(size=(2, 6, 32)).astype("float32")
+    model(x)
+    fk.quantize_model(model, fk.DynamicQuantConfig("int8"), progress=False)
+    again = type(model).from_config(model.get_config())
+    with pytest.warns(UserWarning, match=r"not loaded \(attention.*from new random weights. Load"):
+        again(x)
+    with pytest.raises(ValueError, match="were not loaded"):
+        again(x)
+    model.save_weights(tmp_path / "m.weights.h5")
+    again.load_weights(tmp_path / "m.weights.h5")
+    np.testing.assert_array_equal(again(x), model(x))
+
+
 def test_a_model_that_cannot_be_made_again_is_named():
     class Closed(keras.Model):
         def __init__(self, width):
@@ -126,11 +163,13 @@ def test_operations_survive_a_clone_of_the_quantized_model():
 
 @pytest.mark.long
 def test_a_mobilenet_beside_its_quantized_twin():
-    model = keras.applications.MobileNetV3Small((32, 32, 3), weights=None, classes=5)
+    options = dict(weights=None, classes=5, classifier_activation=None)
+    model = keras.applications.MobileNetV3Small((32, 32, 3), **options)
     x = np.random.default_rng(0).uniform(0, 255, (2, 32, 32, 3)).astype("float32")
     wanted = np.asarray(model(x))
     config = fk.DynamicQuantConfig("int8")
     twin = fk.quantize_model(model, config, inplace=False, progress=False)
     assert sum(type(each).__name__.startswith("QDynamic") for each in twin.layers) > 50
     np.testing.assert_array_equal(model(x), wanted)
-    np.testing.assert_allclose(twin(x), wanted, atol=0.05)
+    error = np.abs(np.asarray(twin(x)) - wanted).max() / np.ptp(wanted)
+    assert 0 < error < 0.2

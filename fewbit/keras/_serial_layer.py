@@ -32,6 +32,12 @@ class Saveable:
         with keras.saving.custom_object_scope(custom_objects):
             return restored(config)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outs = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if hasattr(self, "_fewbit_waiting"):
+            self._fewbit_waiting.called(outs)
+        return outs
+
     def load_own_variables(self, store: Any) -> None:
         _settle(self)
         if hasattr(self, "_fewbit_waiting"):
@@ -85,8 +91,13 @@ def methods(original: type[keras.Layer]) -> dict[str, Any]:
         with keras.StatelessScope(initialize_variables=False):  # no floats for what is loaded
             return original.add_weight(self, *args, **kwargs)
 
-    made = (get_config, build, build_from_config, add_weight)
-    return {method.__name__: method for method in made}
+    # Not by __name__, which is that of the wrapped one: a class may have written `build = other`.
+    return dict(
+        get_config=get_config,
+        build=build,
+        build_from_config=build_from_config,
+        add_weight=add_weight,
+    )
 
 
 def register(cls: type, name: str = SHARED_NAME) -> None:

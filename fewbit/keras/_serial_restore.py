@@ -38,6 +38,11 @@ _MSG_RESHAPED = (
     "{where}/{place} was saved as {qtype} with the shape {saved}, but is built with {found}: it "
     "stays float and gets no saved values. Quantize it again after training it."
 )
+_MSG_RANDOM = (
+    "{where} holds quantized layers whose saved values were not loaded ({places}): what this call "
+    "gives comes from new random weights. Load them: model.load_weights(...). A model made by "
+    "keras.models.clone_model has no values: fewbit.keras.clone_model(model) copies them too."
+)
 
 
 class _Waiting:
@@ -50,6 +55,11 @@ class _Waiting:
         if not self._done and (built or layer.built):
             self._done = True
             self._do(layer)
+
+    def called(self, outs: Any) -> None:
+        """The layer was called: all inside it that makes its own layers then has made them."""
+        if self._inside is not None:
+            self._inside.called(outs)
 
     def check(self) -> None:
         """Raise if values are about to be loaded for a layer that is not there."""
@@ -82,6 +92,14 @@ class _Inside:
         self._adopting = False
         with keras.StatelessScope():
             pass  # leaving it makes Keras give the variables that stay float their first values
+
+    def called(self, outs: Any) -> None:
+        if not self._waiting or self._adopting:
+            return
+        if not any(map(keras.backend.is_keras_tensor, keras.tree.flatten(outs))):
+            text = _MSG_RANDOM.format(where=self._where, places=", ".join([*self._waiting][:3]))
+            warnings.warn(text, stacklevel=4)
+        self.adopt()
 
     def _adopt(self, child: Any, place: str, fields: Mapping[str, Any]) -> None:
         if hasattr(child, "_fewbit_original"):
