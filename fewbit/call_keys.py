@@ -86,7 +86,7 @@ def is_hashable(value: Any) -> bool:
     """Whether a value itself can be a key."""
     try:
         hash(value)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of a memoryview that can be written to
         return False
     return True
 
@@ -105,7 +105,7 @@ def _content(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, value
     if isinstance(value, jax.Array):
         return _Same(value)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return kind, value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, bytearray):
         return kind, bytes(value)
@@ -113,6 +113,8 @@ def _content(value: Any, seen: dict[int, int]) -> Hashable:
         return kind, seen[id(value)]
     seen[id(value)] = len(seen)
     attributes = tuple((name, _content(part, seen)) for name, part in _attributes(value))
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype.str, value.shape, _content(value.tolist(), seen)
     if isinstance(value, list | deque):
         return kind, tuple(_content(part, seen) for part in value), attributes
     if isinstance(value, set):

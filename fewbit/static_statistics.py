@@ -26,7 +26,7 @@ from fewbit.static_scales import (
     range_keys,
     scale_and_zero_point,
 )
-from fewbit.tiny_ranges import EXTREMES, tell_tiny
+from fewbit.tiny_ranges import EXTREMES, tell_tiny, tell_zeros
 
 _HISTOGRAM = "histogram"
 _range_from_histogram = jax.jit(range_from_histogram, static_argnums=2)
@@ -183,6 +183,7 @@ def static_scale(scale: ScalePlan, stat: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(value, jax.core.Tracer) and bool(wrong.any()):
             raise ValueError(_MSG_SIGN.format(name=scale.name, key=key))
     edges = _edges(scale, stat, reduction)
+    tell_zeros(scale, edges, layers=stat["count"].ndim, stacklevel=4)
     made = scale_and_zero_point(edges, scale)
     tell_tiny(scale, edges, made, stacklevel=4)
     return _shaped(scale, made)

@@ -4,7 +4,8 @@ A scale below the root of the smallest float counts as nothing and becomes 1 (`_
 numbers of such a range become zeros, as those of a range of zeros would. Calibration treats a whole
 operand like that as it treats one that is all zero: an error, or a warning with `strict=False`,
 because the result is the same. Statistics that come from elsewhere (training, a file), and single
-scales of many, are told like weights, whose arrays may have an empty channel with good reason.
+scales of many, are told like weights, whose arrays may have an empty channel with good reason. So
+are such statistics of nothing but zeros.
 """
 
 import warnings
@@ -27,6 +28,11 @@ _SUSPICIOUS = 1e-3
 _MSG_LOST = (
     "The static scale {name}: the numbers of {lost} of {all} scales become zeros, because a range "
     "as small as theirs (at most {largest:.2g}) counts as nothing beside {dtype} scales. {cure}."
+)
+_MSG_ZERO = (
+    "The statistics of the static scale {name} saw nothing but zeros, which is no range to "
+    "quantize by: the scale becomes 1, whatever the inputs are. Collect them on real inputs, or "
+    "use a dynamic range there: act_static_scale=None in a rule of its own."
 )
 CURE = (
     "Multiply the inputs by a power of two first, or keep activations float there: a rule of its "
@@ -74,6 +80,18 @@ def tell_tiny(
         said = dict(lost=lost.sum(), all=lost.size, largest=largest[lost].max())
         text = _MSG_LOST.format(name=scale.name, dtype=made[SCALE].dtype, cure=CURE, **said)
         warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+def tell_zeros(
+    scale: ScalePlan, edges: Mapping[str, Any], layers: int, stacklevel: int = 2
+) -> None:
+    """Warn of a range that holds nothing but zero, in some layer. Silent inside `jit`."""
+    arrays = edges.values()
+    if any(isinstance(a, jax.core.Tracer) or not a.is_fully_addressable for a in arrays):
+        return
+    largest = _largest({key: np.asarray(edge) for key, edge in edges.items()})
+    if largest.size and (largest.max(tuple(range(layers, largest.ndim))) == 0).any():
+        warnings.warn(_MSG_ZERO.format(name=scale.name), stacklevel=stacklevel + 1)
 
 
 def largest_of(state: Mapping[str, Any]) -> float:

@@ -601,6 +601,11 @@ CONTRADICTIONS = {
         grouped("naive-quantized", num_bits=8, type="float"),
         f"is int8, but {GROUPED}.type in config.json says 'float'. .* write 'int' there",
     ),
+    "codes of 4 bits, larger ones": (
+        {**INT8_PARTS, "weight": np.full((4, 4), -9, np.int8)},
+        grouped("int-quantized", num_bits=4, type="int"),
+        f"is of codes from -9 to -9, but {GROUPED}.num_bits in config.json says 4. .* write 5 there",
+    ),
     "int-quantized, packed": (
         PACKED_PARTS,
         grouped("int-quantized", num_bits=4, type="int"),

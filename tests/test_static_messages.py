@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from helpers import normal
 from test_messages import says
@@ -118,6 +119,32 @@ def test_statistics_that_do_not_fit_the_plan():
         fewbit.quantize_params(params, made, {})
     partly = fewbit.quantize_params(params, made, {}, allow_missing_params=True)
     assert partly.act_scales == {}
+
+
+def test_statistics_of_nothing_but_zeros():
+    """As training collects them from batches that are empty of signal."""
+    told = pytest.warns(UserWarning, match="lhs saw nothing but zeros, which is no range")
+    _, _, made = quantized_function()
+    with told:
+        fewbit.quantize_params({"w": W}, made, {"w:dot_general0": {"lhs": absmax(0.0)}})
+    rule = fewbit.QtRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    model = nnx.Linear(*W.shape, rngs=nnx.Rngs(0))
+    trained = fewbit.quantize_model(model, fewbit.QtProvider([rule]), X)
+    trained(0 * X)
+    with told:
+        fewbit.to_ptq(trained)
+    trained(X)
+    fewbit.to_ptq(trained)
+
+    def layers(p, x):
+        return jax.lax.scan(lambda h, w: (0 * h, h @ w), x, p["w"])[1]
+
+    stack = {"w": jnp.stack([W, W])}
+    made = fewbit.plan(layers, [STATIC], stack, X)
+    with pytest.warns(UserWarning, match="All values seen at .* are zero"):
+        stats = fewbit.calibrate(layers, made, stack, [X], strict=False)
+    with told:  # the second layer alone
+        fewbit.quantize_params(stack, made, stats)
 
 
 def test_statistics_of_unknown_sites():

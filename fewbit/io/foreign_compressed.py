@@ -95,7 +95,7 @@ def read(weight: Foreign) -> Kernel:
         block = settings.get("block_structure")
         return Kernel(scaled_floats(weight, codes, "scale", two_sizes(weight.path, "", block)))
     codes = weight.need_matrix("weight")
-    weight.check_bits(settings.get("num_bits", 8), BITS)
+    _check_codes(weight, codes, where, weight.check_bits(settings.get("num_bits", 8), BITS))
     group, scale = _spread(weight, "scale", codes.shape, settings)
     zeros = None
     if "zero_point" in weight.parts:
@@ -174,6 +174,15 @@ def _check_format(weight: Foreign, where: str, settings: Mapping[str, Any]) -> N
     if kind == "float" and settings.get("num_bits", 8) != 8:
         found = settings["num_bits"]
         raise weight.contradicts(dtype, f"{where}.num_bits", found, "write 8 there")
+
+
+def _check_codes(weight: Foreign, codes: np.ndarray, where: str, bits: int) -> None:
+    """Raise if a code that is stored in a byte needs more bits than the config says."""
+    low, high = (int(codes.min()), int(codes.max())) if codes.size else (0, 0)
+    needed = max(high, ~low).bit_length() + 1
+    if needed > bits:
+        found = f"of codes from {low} to {high}"
+        raise weight.contradicts(found, f"{where}.num_bits", bits, f"write {needed} there")
 
 
 def _refuse_zero_points(weight: Foreign) -> None:

@@ -103,9 +103,11 @@ def _whole(data: Any, model: keras.Layer) -> Any:
         return None
     if all(isinstance(each, int | float | list) for each in data) and not _holds_arrays(data):
         return np.asarray(data)  # numbers, in lists of lists
+    count = _count(model)
+    if _has_labels(data, count):
+        return _each(_held, data[0])
     if not all(map(_is_array, data)):
         return None
-    count = _count(model)
     if count is not None and count > 1 and len(data) == count:
         return [_held(each) for each in data]
     if isinstance(data, list) or len(data) not in (2, 3):
@@ -114,6 +116,16 @@ def _whole(data: Any, model: keras.Layer) -> Any:
         shapes = ", ".join(str(tuple(each.shape)) for each in data)
         raise ValueError(_MSG_TWO_WAYS.format(count=len(data), shapes=shapes))
     return _held(data[0])
+
+
+def _has_labels(data: Sequence[Any], count: int | None) -> bool:
+    """Whether data is inputs in a dict or a list, with labels, as `fit` takes them."""
+    if not isinstance(data, tuple) or len(data) not in (2, 3) or not all(map(_is_array, data[1:])):
+        return False
+    if isinstance(data[0], Mapping):
+        return True
+    several = isinstance(data[0], list | tuple) and count is not None and len(data[0]) == count > 1
+    return several and all(map(_is_array, data[0]))
 
 
 def _inputs(batch: Any, model: keras.Layer, number: int) -> Any:
