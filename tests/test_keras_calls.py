@@ -254,6 +254,9 @@ def test_models_of_keras_hub_whose_layers_have_calls_of_their_own(name):
             **dict(global_attention_layer_indices=[1], patch_size=16, num_output_channels=8),
             **dict(window_size=2, image_shape=(64, 64, 3)),
         )
+        for table in model.weights:
+            if "rel_pos" in table.name:  # zeros before training, which have no static range
+                table.assign(sample(*table.shape) / 16)
     wanted = np.asarray(model(batch))
     quantized(model, StaticQuantConfig("int8"), batch)
     assert error_of(model(batch), wanted) < 0.1
