@@ -604,7 +604,8 @@ CONTRADICTIONS = {
     "codes of 4 bits, larger ones": (
         {**INT8_PARTS, "weight": np.full((4, 4), -9, np.int8)},
         grouped("int-quantized", num_bits=4, type="int"),
-        f"is of codes from -9 to -9, but {GROUPED}.num_bits in config.json says 4. .* write 5 there",
+        f"is of codes from -9 to -9, but {GROUPED}.num_bits in config.json says 4. "
+        ".* write 5 there",
     ),
     "int-quantized, packed": (
         PACKED_PARTS,

@@ -17,6 +17,7 @@ import keras
 from fewbit.calls import Call, split_call
 from fewbit.engine import Runner
 from fewbit.jaxprs import scope_name
+from fewbit.keras._attention import attention_way
 from fewbit.keras._emulation import EmulatingProvider
 from fewbit.keras._planning import layers_of
 from fewbit.keras._reading import parameters, quantized_layers, scales
@@ -55,11 +56,12 @@ def pair(
     provider = (EmulatingProvider if emulated == {True} else PtqProvider)(rules)
     values = {_moved(path, places): value for path, value in parameters(quantized).items()}
     held = {_moved(path, places): value for path, value in scales(quantized).items()}
-    plain = _runner(model, provider, parameters(model), args, kwargs, {})
+    ways = {path: state.settings.get("fused") for path, state in states.items()}
+    plain = _runner(model, provider, parameters(model), args, kwargs, {}, ways)
     if held:
         with contextlib.suppress(ValueError, TypeError):  # told later, with the batch
             held |= _of_later_calls(plain[0].trace(plain[1]).program.sites, held)
-    made = _runner(model, provider, values, args, kwargs, held)
+    made = _runner(model, provider, values, args, kwargs, held, ways)
     return Pair("keras", *made, *plain, outputs=lambda traced: len(traced.forwarded))
 
 
@@ -86,7 +88,13 @@ def _of_later_calls(sites: Any, held: dict[str, Any]) -> dict[str, Any]:
 
 
 def _runner(
-    model: keras.Layer, provider: Any, values: Any, args: Any, kwargs: Any, held: dict[str, Any]
+    model: keras.Layer,
+    provider: Any,
+    values: Any,
+    args: Any,
+    kwargs: Any,
+    held: dict[str, Any],
+    ways: dict[str, bool | None],
 ) -> tuple[Runner, list[Any]]:
     layers = layers_of(model)
     variables = {
@@ -101,7 +109,7 @@ def _runner(
         return ScaleName(key[1].key) if key[0].idx == 3 else None
 
     dynamic, call = split_call((values, args, kwargs, held), name)
-    pure = functools.partial(_call, model, layers, variables, call)
+    pure = functools.partial(_call, model, layers, variables, call, ways)
     names = call.names
     runner = Runner(
         pure, provider, lambda key: names[key[0].idx], site_path="owner", what=f"'{model.name}'"
@@ -109,10 +117,16 @@ def _runner(
     return runner, dynamic
 
 
-def _call(model: Any, layers: Any, variables: Any, call: Call, dynamic: list[Any]) -> Any:
+def _call(
+    model: Any, layers: Any, variables: Any, call: Call, ways: Any, dynamic: list[Any]
+) -> Any:
     values, args, kwargs, _ = call.merge(dynamic)
     mapping = [(variables[path], value) for path, value in values.items() if path in variables]
-    with keras.StatelessScope(state_mapping=mapping), _scoped(layers):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keras.StatelessScope(state_mapping=mapping))
+        stack.enter_context(_scoped(layers))
+        for path, fused in ways.items():  # as the quantized layers go: a range is of one way
+            stack.enter_context(attention_way(layers[path], fused))
         return model(*args, **kwargs)
 
 
