@@ -226,7 +226,8 @@ def test_compare_models_of_every_kind(make, sites, kind):
         "dynamic": fk.DynamicQuantConfig("int8", **fields),
         "emulated": fk.StaticQuantConfig("fp8", emulate=True, **fields),
     }[kind]
-    quantized = fk.quantize_model(model, config, [batch], inplace=False, progress=False)
+    data = () if kind == "dynamic" else ([batch],)
+    quantized = fk.quantize_model(model, config, *data, inplace=False, progress=False)
     found = fewbit.debug.compare(model, quantized, batch, sweep=False, progress=False)
     truth = difference(model(batch), quantized(batch))
     np.testing.assert_allclose(found.output.sqnr, truth.sqnr, atol=0.5)
