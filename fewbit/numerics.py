@@ -122,6 +122,9 @@ def convert_to(array: jax.Array, qtype: QType, noise_fn: NoiseFn | None = None) 
         array = jnp.clip(array, -largest, largest)
         if noise is not None:
             array = _round_on_grid(array, noise, row.storage)
+        elif dtype_bits(row.storage) == 4:
+            # Some of XLA's ways to cast to four bits round twice, which moves numbers near a tie.
+            array = _round_on_grid(array.astype(jnp.float32), 0.0, row.storage)
         return array.astype(row.storage)
     if noise is not None:
         array = array + noise
@@ -130,8 +133,8 @@ def convert_to(array: jax.Array, qtype: QType, noise_fn: NoiseFn | None = None) 
     return jnp.clip(jnp.round(array), *get_asymmetric_bound(row)).astype(row.storage)
 
 
-def _round_on_grid(array: jax.Array, noise: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Round float32 to one of its two neighbours on the narrow float's grid, unbiased."""
+def _round_on_grid(array: jax.Array, noise: jax.Array | float, dtype: np.dtype) -> jax.Array:
+    """Round float32 to one of its two neighbours on the narrow float's grid; noise: unbiased."""
     info = jnp.finfo(dtype)
     exponent = jnp.frexp(array)[1] - 1  # |array| in [2**exponent, 2**(exponent+1))
     exponent = jnp.maximum(exponent, int(info.minexp)) - int(info.nmant)

@@ -8,7 +8,8 @@ import tolerances
 from oracles import arrays as oracle
 
 from fewbit import numerics
-from fewbit.numerics import FORMATS, canonical_qtype, convert_from, convert_to
+from fewbit.numerics import FORMATS, canonical_qtype, convert_from, convert_to, format_of
+from fewbit.packing import to_bit_patterns
 
 ALL = sorted(FORMATS)
 
@@ -113,6 +114,23 @@ def test_codes_saturate_where_a_sum_takes_them_at_once(name):
     codes = np.asarray(convert_to(x, name)).astype(np.float64)
     found = jax.jit(lambda x: jnp.sum(jnp.square(convert_from(convert_to(x, name), name))))(x)
     np.testing.assert_allclose(found, np.sum(codes**2), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"])
+def test_numbers_beside_a_tie_are_rounded_once(name):
+    """Where XLA looks at a cast's bits in the same kernel it may cast by way of another type."""
+    storage = format_of(name).storage
+    codes = np.arange(2 ** (jnp.finfo(storage).bits - 1), dtype=np.uint8).view(storage)
+    values = np.unique(codes.astype(np.float32)[np.isfinite(codes.astype(np.float32))])
+    ties = (values[1:] + values[:-1]) / 2
+    numbers = np.concatenate([ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, 1e9)])
+    numbers = np.concatenate([numbers, -numbers]).astype(np.float32)
+    wanted = numbers.astype(storage).view(np.uint8)
+    bits = jax.jit(lambda x: to_bit_patterns(convert_to(x, name), jnp.finfo(storage).bits))
+    np.testing.assert_array_equal(bits(numbers), wanted & (2 ** jnp.finfo(storage).bits - 1))
+    looped = jax.jit(lambda x: jax.lax.map(bits, x.reshape(2, -1)).reshape(-1))
+    np.testing.assert_array_equal(looped(numbers), bits(numbers))
+    np.testing.assert_array_equal(np.asarray(convert_to(numbers, name)).view(np.uint8), wanted)
 
 
 def test_scale_types_decode_under_jit():
