@@ -91,7 +91,10 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", **size)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[theme])
-        self.call("Page.navigate", url="about:blank")
+        self.go("about:blank")  # to its end: its news would be taken for those of the page
+        self.go(url)
+
+    def go(self, url):
         self.events.clear()
         self.call("Page.navigate", url=url)
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
