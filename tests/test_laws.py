@@ -16,103 +16,6 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "fewbit"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Lowest first: a module may import its own layer and earlier ones, never a later one.
-# An entry is a module or package directly under fewbit/ (`*` allowed); a new one has to find its
-# place here.
-LAYERS = [
-    [
-        *(
-            "_version",
-            "_versions",
-            "_settings",
-            "_text",
-            "_errors",
-            "_progress",
-            "_atomic",
-            "straight",
-        ),
-        *("_files", "_documents", "_patterns", "_pattern_syntax"),
-    ],
-    ["numerics", "_formats"],
-    ["packing", "packing_*", "tiling"],
-    ["calibration", "_methods", "_how", "_scales", "_statistics", "_histograms"],
-    # A QArray's methods are moves, and a move returns a QArray: one layer.
-    ["qarray", "_qarray_*", "moves", "_layout_moves", "_panel_*", "_lookups", "_reshape"],
-    ["kernels"],
-    ["layouts", "storing"],
-    ["ops"],
-    ["rules", "rules_*", "_rule_*", "presets"],
-    ["training"],
-    [
-        *(
-            "_plan",
-            "_plan_*",
-            "planner",
-            "decisions",
-            "trace",
-            "trace_*",
-            "interpret",
-            "jaxprs",
-            "provenance",
-            "rebuild",
-        ),
-        *(
-            "calls",
-            "call_keys",
-            "current",
-            "decisions",
-            "engine",
-            "fused_run",
-            "fusing",
-            "params",
-            "sites",
-            "static_*",
-            "stored_checks",
-            "taps",
-            "tapped_loops",
-            "observers",
-            "observer_tap",
-            "_observers_own",
-            "observed",
-            "_observed_file",
-            "tails",
-            "tiny_ranges",
-            "weight",
-            "weight_*",
-            "_trainable",
-            "traced",
-            "trained",
-            "trained_*",
-            "adapters",
-            "adapter_*",
-            "beside",
-            "boxes",
-            "param_templates",
-            "learned_scales",
-        ),
-    ],
-    ["modes"],
-    ["models", "keras"],
-    ["algorithms", "calibrating", "_calibrating_messages"],
-    ["io"],
-    ["lora"],
-    ["lm"],
-    [
-        "reporting",
-        "_lazy",
-        "_later",
-        "pallas",
-        "contrib",
-        "cli",
-        "__main__",
-        "debug",
-        "report_page",
-        "_commands",
-        "_doctor",
-        "_cli_model",
-    ],
-]
-
 # Which files know a framework. Everything else speaks JAX alone.
 FRAMEWORKS = {
     "flax": ["models/linen*", "models/nnx*", "models/flax_*"],
@@ -133,18 +36,6 @@ def relative(path):
 def module_name(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def rank_of(module):
-    """The layer's number of a module directly under fewbit/, or None."""
-    for rank, names in enumerate(LAYERS):
-        if any(fnmatch.fnmatchcase(module, name) for name in names):
-            return rank
-    return None
-
-
-def is_module(name):
-    return (PACKAGE / f"{name}.py").exists() or (PACKAGE / name / "__init__.py").exists()
 
 
 def is_type_checking(node):
@@ -176,32 +67,6 @@ def imports(source, path):
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
             if node.args and isinstance(node.args[0], ast.Constant):
                 yield node.lineno, str(node.args[0].value)
-
-
-def layer_faults(source, path):
-    """Imports of fewbit that go up, or to a module that has no layer."""
-    own = relative(path).removesuffix(".py").split("/")[0]
-    if own == "__init__":
-        return []
-    own_rank = rank_of(own)
-    if own_rank is None:
-        return [f"{relative(path)}: {own!r} has no layer; place it in LAYERS of test_laws.py"]
-    faults = []
-    for line, name in imports(source, path):
-        parts = name.split(".")
-        if parts[0] != "fewbit":
-            continue
-        target = parts[1] if len(parts) > 1 else ""
-        rank = rank_of(target)
-        if rank is None and is_module(target):
-            continue  # that file's own fault
-        if rank is None:
-            faults.append(
-                f"{relative(path)}:{line}: {name}: import the module it is in, not fewbit's face"
-            )
-        elif rank > own_rank:
-            faults.append(f"{relative(path)}:{line}: {own} may not import {name}, a layer above it")
-    return faults
 
 
 def framework_faults(source, path):
@@ -441,7 +306,7 @@ def _catches_absence(handler):
 
 
 LAWS = [
-    *(layer_faults, framework_faults, patch_faults),
+    *(framework_faults, patch_faults),
     *(body_param_faults, version_faults, probe_faults),
 ]
 
@@ -454,14 +319,6 @@ def test_the_package_keeps_the_law(law):
 
 # Each law is shown to bite: (law, file, source, a piece of the complaint or None).
 SAMPLES = [
-    (layer_faults, "numerics.py", "from fewbit import qarray", "numerics may not import"),
-    (layer_faults, "numerics.py", "def f():\n    import fewbit.ops.dot_general", "layer above"),
-    (layer_faults, "ops/dot.py", "from ..rules import QuantizationRule", "layer above"),
-    (layer_faults, "ops/dot.py", "from fewbit import quantize", "not fewbit's face"),
-    (layer_faults, "surprise.py", "", "has no layer"),
-    (layer_faults, "qarray.py", "import importlib\nimportlib.import_module('fewbit.io')", "above"),
-    (layer_faults, "ops/dot.py", "from fewbit.qarray import QArray\nfrom . import scaling", None),
-    (layer_faults, "qarray.py", "if TYPE_CHECKING:\n    from fewbit import modes", None),
     (framework_faults, "ops/dot.py", "def f():\n    from flax import linen", "flax"),
     (framework_faults, "models/linen.py", "import keras", "keras/*"),
     (framework_faults, "models/linen.py", "from flax import linen as nn", None),
