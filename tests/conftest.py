@@ -151,7 +151,7 @@ def pytest_collection_modifyitems(items):
 
 def _is_quick(function):
     """Sweeps over names and messages, which compile nothing, and over primitives with bodies."""
-    words = ("names", "messages", "rules", "docs", "laws", "test_jaxprs", "test_identity")
+    words = ("names", "messages", "rules", "docs", "laws", "test_jaxprs", "test_identity", "house")
     return any(word in function for word in words)
 
 

@@ -345,7 +345,7 @@ TWICE = """
 
 # Lines that a package may have, in all its files.
 BUDGETS = {
-    **{"_util": 1620, "numerics": 650, "qarray": 3580, "rules": 1500, "kernels": 3020},
+    **{"_util": 1620, "numerics": 670, "qarray": 3580, "rules": 1500, "kernels": 3020},
     **{"ops": 3790, "tracing": 1030, "planning": 2500, "interpreter": 2810, "providers": 670},
     **{"calibration": 1610, "training": 2240, "adapters": 820, "params": 630, "models": 4030},
     **{"io": 6630, "keras": 8320, "lora": 900, "debug": 3930, "cli": 600, "face": 440},
