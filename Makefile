@@ -5,14 +5,15 @@ PYTHON ?=
 PYTHON_OLDEST ?=
 WORKERS ?= 2
 BIN := .venv/bin
-NATIVE_SOURCES := CMakeLists.txt $(wildcard fewbit/native/*.cc fewbit/native/*.h)
+NATIVE_SOURCES := CMakeLists.txt $(wildcard fewbit/native/*/*.cc fewbit/native/*/*.h)
 # Warnings of the compiler are errors. Every environment compiles in a folder of its own: scikit-build
 # starts over in one that another Python has used.
 COMPILED_IN = --config-settings=cmake.define.FEWBIT_WERROR=ON --config-settings=build-dir=build/$(1)
 SANITIZED := build/sanitized
 # Test files that call compiled functions, and the programs that do so without JAX.
-NATIVE_TESTS := $(wildcard tests/test_native*.py) tests/test_codes_dot.py tests/test_fused_products.py \
-  tests/test_cached_attention.py tests/test_layouts.py tests/test_panel_product.py tests/test_training_dot.py
+NATIVE_TESTS := $(wildcard tests/kernels/test_native*.py) \
+  tests/kernels/test_codes_dot.py tests/kernels/test_cached_attention.py tests/kernels/test_layouts.py \
+  tests/kernels/test_panel_product.py tests/kernels/test_fused_products.py tests/training/test_training_dot.py
 NATIVE_PROGRAMS := $(patsubst %.cc,%,$(wildcard tests/native/*_test.cc))
 
 export FEWBIT_REQUIRE_NATIVE := 1
@@ -21,8 +22,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help FORCE .venv .venv-oldest .venv-py312 .venv-peers .venv-bench-peers .venv-bench-llama demo \
+  .venv-foreign-tunix .venv-foreign-maxtext build/foreign test-foreign \
   test test-oldest test-py312 test-matrix test-next test-all soak test-native test-sanitized test-wheel \
-  bench bench-peers bench-llama lint format docs wheel clean
+  bench bench-peers bench-llama lint format docs house wheel clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9.-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -88,6 +90,23 @@ endef
 	.venv-bench-llama/bin/python -m pip install --quiet -r bench/peers/requirements-llama.txt
 	touch $@
 
+# Programs of others, each with the versions that it was tried with. What requires hundreds of packages
+# is installed alone, and beside it what it imports.
+.venv-foreign-tunix: .venv-foreign-tunix/.made  ## the environment of Tunix
+
+.venv-foreign-maxtext: .venv-foreign-maxtext/.made  ## the environment of MaxText: 1.4 GB
+
+.venv-foreign-%/.made: tests/foreign/requirements-%.txt
+	PYTHON= sh tools/make_env.sh .venv-foreign-$* 3.12 3.13
+	test ! -f tests/foreign/alone-$*.txt || \
+	  .venv-foreign-$*/bin/python -m pip install --quiet --no-deps -r tests/foreign/alone-$*.txt
+	.venv-foreign-$*/bin/python -m pip install --quiet -r $<
+	touch $@
+
+# tpu-inference is read, not installed.
+build/foreign: .venv tests/foreign/alone-tpu-inference.txt  ## the wheel of tpu-inference
+	$(BIN)/python -m pip download --quiet --no-deps -d $@ -r tests/foreign/alone-tpu-inference.txt
+
 demo: .venv  ## a small model, quantized
 	$(BIN)/python demo/digits.py
 
@@ -125,6 +144,15 @@ test-next: .venv  ## models and primitives on JAX's newest pre-release, if there
 # The report page is opened in a real browser if there is one (Debian: chromium).
 test-all: .venv .venv-peers  ## everything but `soak`; writes tests/last-test-all.txt
 	$(BIN)/python tests/run_all.py --workers $(WORKERS)
+
+# Programs that nobody here wrote, through `python -m fewbit.as_qwix`. One that cannot be installed here
+# is skipped by name (tests/skips.txt).
+test-foreign: .venv  ## MaxText, Tunix and vLLM's rules on fewbit; writes tests/last-test-foreign.txt
+	-$(MAKE) .venv-foreign-tunix
+	-$(MAKE) .venv-foreign-maxtext
+	-$(MAKE) build/foreign
+	$(BIN)/python -m pytest -q -n0 --strict-skips --longest 3600 tests/foreign/test_foreign.py \
+	  --record=tests/last-test-foreign.txt
 
 soak: .venv  ## the tests that take hours; writes tests/last-soak.txt
 	$(BIN)/python -m pytest -q -n $(WORKERS) --strict-skips -m soak --record tests/last-soak.txt
@@ -178,6 +206,9 @@ format: .venv  ## rewrite the sources as `lint` wants them
 docs: export KERAS_BACKEND := jax
 docs: .venv  ## the pages in docs/ and the API from its docstrings, into docs/_site
 	$(BIN)/python docs/build.py
+
+house: .venv  ## files and lines beside their budgets, what a call enters; draws docs/house.svg
+	$(BIN)/python docs/house.py
 
 # Built in pip's isolated environment, against the headers of the oldest JAX. auditwheel reads which
 # symbols of the C libraries are needed and names the systems that have them.

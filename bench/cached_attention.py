@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import fewbit
-from fewbit.keras._cached_attention import as_codes, grouped, scores_of, updated, weighted
+from fewbit.keras.generate._cache import as_codes, grouped, scores_of, updated, weighted
 from fewbit.kernels import cached_attention
 
 LAYERS, HEADS, DIM, TOKENS = 18, 4, 256, 100

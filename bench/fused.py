@@ -8,9 +8,9 @@ import argparse
 import jax
 from _measure import Shape, interleave, load, summary
 
-from fewbit._qarray_panels import to_panels
 from fewbit.kernels import ACTIVATIONS, panel_product
 from fewbit.qarray import quantize
+from fewbit.qarray._panels import to_panels
 
 SHAPES = (Shape(1, 2048, 8192), Shape(8, 2048, 8192), Shape(512, 2048, 2048))
 NAMES = (None, "relu", "silu", "gelu", "gelu_exact")

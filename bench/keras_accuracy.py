@@ -15,7 +15,7 @@ import pathlib
 import sys
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import keras_trained as nets
 

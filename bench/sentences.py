@@ -26,7 +26,7 @@ from flax import nnx
 import fewbit
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 
 import data  # noqa: E402
 import minilm  # noqa: E402

@@ -23,7 +23,7 @@ import numpy as np
 import fewbit
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "support")]
 
 import data  # noqa: E402
 import llama  # noqa: E402

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit
-from fewbit._progress import peak_memory
-from fewbit.io.safetensors_file import SafetensorsWriter, dtype_name
+from fewbit._util._text import peak_memory
+from fewbit.io._safetensors import SafetensorsWriter, dtype_name
 
 WIDTH, HIDDEN, VOCABULARY = 4096, 11008, 32000
 RULES = [fewbit.QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16")]

@@ -63,10 +63,12 @@ def importable_modules(package):
 def say_what_it_offers(name):
     """Lists in `__all__` what a module offers: pdoc shows nothing imported that is not there.
 
-    Offered is what a module defines, and what it imports under the same name again (`as dot`).
+    Offered is what a module defines, and what it imports under the same name again (`as dot`), or
+    lists in its `.pyi`.
     """
     module = sys.modules[name]
-    tree = ast.parse(inspect.getsource(module))
+    listed = pathlib.Path(module.__file__).with_suffix(".pyi")
+    tree = ast.parse(listed.read_text("utf-8") if listed.exists() else inspect.getsource(module))
     offered = [
         alias.name
         for node in ast.walk(tree)

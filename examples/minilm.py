@@ -177,7 +177,7 @@ def quantize(model: Encoder, name: str, tokens: jax.Array) -> Encoder:
     """The model with fewer bits; the float one stays as it is."""
     import fewbit
 
-    return fewbit.quantize_model(model, fewbit.PtqProvider(rules(name)), tokens)
+    return fewbit.pack(fewbit.quantize_model(model, fewbit.PtqProvider(rules(name)), tokens))
 
 
 def quantize_static(model: Encoder, tokens: jax.Array, calibration: Sequence[jax.Array]) -> Encoder:
@@ -186,7 +186,7 @@ def quantize_static(model: Encoder, tokens: jax.Array, calibration: Sequence[jax
 
     provider = fewbit.PtqProvider(rules("static"))
     stats = fewbit.calibrate(model, provider, calibration)
-    return fewbit.quantize_model(model, provider, tokens, quant_stats=stats)
+    return fewbit.pack(fewbit.quantize_model(model, provider, tokens, quant_stats=stats))
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ import numpy as np
 from char_lm import ROOT, Size, Text
 
 import fewbit
-from fewbit._atomic import write_atomically
-from fewbit._progress import Progress
+from fewbit._util._atomic import write_atomically
+from fewbit._util._text import Progress
 
 RESULTS = ROOT / "bench" / "results" / "char-lm.json"
 KEEP = ROOT / "build" / "char-lm"

@@ -29,6 +29,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import hypothesis
 import jax
 import pytest
+from victims import victims as victims  # a fixture
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -46,8 +47,12 @@ RARE_FORMATS = {
 }
 # Of a sweep of as many cases `make test` runs every second one.
 SWEEP = 6
-# What has to hold with every version that is supported: every primitive with a body, all examples.
-EVERYWHERE = {"test_identity.py", "test_jaxprs.py", "test_examples.py", "test_keras_examples.py"}
+# What has to hold with every version that is supported: every primitive with a body, all examples,
+# the flows of Qwix's guide.
+EVERYWHERE = {
+    *("test_identity.py", "test_jaxprs.py", "test_examples.py", "test_keras_examples.py"),
+    "test_from_qwix.py",
+}
 SOAK_FILE = pathlib.Path(__file__).with_name("soak.txt")
 LONG_FILE = pathlib.Path(__file__).with_name("long.txt")
 SKIPS_FILE = pathlib.Path(__file__).with_name("skips.txt")

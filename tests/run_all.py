@@ -1,7 +1,7 @@
 """Runs every test but the soak ones, comparisons with other libraries too, and writes it down.
 
 `make test-all` calls this; the record is tests/last-test-all.txt, written while the tests run
-(tests/recorder.py).
+(tests/support/recorder.py).
 """
 
 import argparse
@@ -39,7 +39,7 @@ def main():
     if not (ROOT / ".venv-peers" / "bin" / "python").exists():
         said += "\n.venv-peers is missing: nothing was compared with other libraries\n"
 
-    sanitized = ["make", "test-sanitized", f"WORKERS={workers}"]
+    sanitized = ["make", "--no-print-directory", "test-sanitized", f"WORKERS={workers}"]
     said += f"\n$ {' '.join(sanitized)}\n"
     RECORD.write_text(said + "still running, or cut short\n", encoding="utf-8")
     SANITIZED.parent.mkdir(exist_ok=True)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs what reads JAX's own structures (the models of tests/zoo.py, every primitive that is known,
+# Runs what reads JAX's own structures (the models of tests/support/zoo.py, every primitive that is known,
 # those with bodies above all) on its newest pre-release. What fails there will fail for users soon.
 #
 #   sh tools/test_next.sh [options for pytest]     after `make .venv`
@@ -15,5 +15,5 @@ sh tools/make_env.sh .venv-next
 .venv-next/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation -e .
 
 XLA_FLAGS="$(.venv-next/bin/python tools/quick_compiles.py) ${XLA_FLAGS:-}" \
-  .venv-next/bin/python -m pytest -q "$@" tests/test_jaxprs.py tests/test_identity.py \
-  tests/test_taps.py tests/test_static_bodies.py tests/test_function.py
+  .venv-next/bin/python -m pytest -q "$@" tests/tracing/test_jaxprs.py tests/interpreter/test_identity.py \
+  tests/interpreter/test_taps.py tests/calibration/test_static_bodies.py tests/models/test_function.py

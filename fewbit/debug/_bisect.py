@@ -3,22 +3,16 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
-
-from fewbit._progress import Progress
-from fewbit._text import terminal_width, wrap
-from fewbit.debug._batch import arguments
-from fewbit.debug._metrics import Metric, difference, from_sums, metric_of
-from fewbit.debug._mixed import Mixed, mix
-from fewbit.debug._probe import probe
-from fewbit.debug._search import guilty
-from fewbit.models.pairs import pair
+from fewbit._util import Progress, terminal_width, wrap
+from fewbit.debug._metrics import Metric, difference, from_parts, metric_of, metric_text
+from fewbit.debug._mixed import Mixed, arguments, mix, probe
+from fewbit.models import pair
 from fewbit.rules import QuantizationRule
-from fewbit.trace import TracedSite
+from fewbit.tracing import TracedSite
 
 _MSG_LIMIT = (
     "bisect needs limit= for a metric of your own: the value that is good enough, such as 0.99."
@@ -72,7 +66,7 @@ class Bisection:
     def table(self, *, width: int | None = None) -> str:
         """As text of the terminal's width."""
         width = terminal_width() if width is None else width
-        show = _texts(self.metric)
+        show = lambda value: metric_text(self.metric, value)  # noqa: E731
         if not self.guilty:
             text = (
                 f"No Site is guilty: {self.metric} is {show(self.before)} with all {self.sites} "
@@ -130,13 +124,11 @@ def bisect(
     (('up:dot_general0',), (QuantizationRule(module_path='up'),))
     """
     measure = metric_of(metric, higher_is_better)
+    limit = measure.limit if limit is None else limit
     if limit is None:
-        if measure.limit is None:
-            raise ValueError(_MSG_LIMIT)
-        limit = measure.limit
-    args, kwargs = arguments(batch)
+        raise ValueError(_MSG_LIMIT)
     trees = dict(params=params, qparams=qparams, method=method, rngs=rngs)
-    mixed = mix(pair(model, quantized, args, kwargs, **trees), batch)
+    mixed = mix(pair(model, quantized, *arguments(batch), **trees), batch)
     if any(math.isnan(difference(x, x).sqnr) for x in mixed.reference):
         raise ValueError(_MSG_REFERENCE)
     units = together(mixed.sites)
@@ -155,9 +147,6 @@ class _Trials:
         self.steps: list[Step] = []
         self.known: dict[frozenset[int], Step] = {}
 
-    def enough(self, chosen: Sequence[int], rest: bool = True) -> bool:
-        return self.step(chosen, rest).within
-
     def step(self, chosen: Sequence[int], rest: bool = True) -> Step:
         """`chosen` are numbers of groups."""
         key = frozenset(chosen)
@@ -173,8 +162,8 @@ class _Trials:
         self.known[key] = step
         verdict = "good" if step.within else "not enough"
         self.bar.total = max(self.bar.total or 0, len(self.steps) + 1)
-        text = f"{len(chosen)} of {len(self.units)} in float: {self.metric.text(value)}, {verdict}"
-        self.bar.update(note=text)
+        text = metric_text(self.metric.name, value)
+        self.bar.update(note=f"{len(chosen)} of {len(self.units)} in float: {text}, {verdict}")
         return step
 
 
@@ -186,9 +175,10 @@ def _search(trials: _Trials) -> Bisection:
         whole = trials.step(everything, rest=False)
         if not whole.within:
             metric = trials.metric
-            text = dict(name=metric.name, value=metric.text(whole.value), higher=metric.higher)
-            raise ValueError(_MSG_HOPELESS.format(limit=metric.text(trials.limit), **text))
-        found = guilty(_likeliest_first(trials), trials.enough)
+            value, limit = (metric_text(metric.name, v) for v in (whole.value, trials.limit))
+            text = dict(name=metric.name, value=value, limit=limit, higher=metric.higher)
+            raise ValueError(_MSG_HOPELESS.format(**text))
+        found = guilty(_likeliest_first(trials), lambda chosen: trials.step(chosen).within)
     end = trials.step(found)
     sites = [trials.mixed.sites[k] for unit in found for k in trials.units[unit]]
     return Bisection(
@@ -208,8 +198,8 @@ def together(sites: Sequence[TracedSite]) -> list[list[int]]:
     owner: dict[Any, int] = {}
     groups: list[set[int]] = []
     for k, ts in enumerate(sites):
-        keys: list[Any] = [(ts.site.path, ts.site.op)]
-        keys += [ts.site.weight] if ts.site.weight is not None else []
+        one: Any = (ts.site.path, ts.site.op)
+        keys = [one] if ts.site.weight is None else [one, ts.site.weight]
         joined = {owner[key] for key in keys if key in owner}
         target = min(joined, default=len(groups))
         if target == len(groups):
@@ -235,12 +225,9 @@ def exclusion_rules(
         present = {ts.site.op for ts in sites if ts.site.path == path}
         # A look-up stays float only by name.
         narrow = present - names or "take" in names
-        rules.append(
-            QuantizationRule(
-                module_path=re.escape(path).replace("\\-", "-"),
-                op_names=tuple(sorted(names)) if narrow else (),
-            )
-        )
+        module = re.escape(path).replace("\\-", "-")
+        op_names = tuple(sorted(names)) if narrow else ()
+        rules.append(QuantizationRule(module_path=module, op_names=op_names))
     return tuple(rules)
 
 
@@ -250,12 +237,66 @@ def _likeliest_first(trials: _Trials) -> list[int]:
     off = [False] * len(mixed.sites)
     errors = []
     for _, (reading,) in probe(mixed, [(off, False)], results=False):
-        local = np.asarray(reading.value["local"], np.float64).reshape(-1, 4).sum(0)
-        level = from_sums(*map(float, local)).sqnr
+        level = from_parts(reading.value["local"]).sqnr
         errors.append(-math.inf if math.isnan(level) else level)
     worst = [min(errors[k] for k in unit) for unit in trials.units]
     return sorted(range(len(worst)), key=worst.__getitem__)
 
 
-def _texts(metric: str) -> Any:
-    return Metric(metric, lambda f, q: 0.0, True).text
+# --- Which of many suspects must go: group testing with few trials --------------------------------
+
+T = TypeVar("T")
+Enough = Callable[[Sequence[T]], bool]
+
+
+def smallest_prefix(suspects: Sequence[T], enough: Enough[T]) -> int:
+    """The least n for which the first n are enough; all of them are taken to be.
+
+    >>> smallest_prefix('abcdefgh', lambda chosen: 'c' in chosen)
+    3
+    """
+    low, high = 0, len(suspects)  # `low` is not enough, `high` is
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(suspects[:middle]) else (middle, high)
+    return high
+
+
+def minimal_subset(suspects: Sequence[T], enough: Enough[T]) -> list[T]:
+    """A subset that is enough and of which no part is; the suspects together are taken to be.
+
+    Junker's QuickXplain: halve; what one half needs beside the other is found first.
+
+    >>> minimal_subset('abcdefgh', lambda chosen: {'c', 'g'} <= set(chosen))
+    ['c', 'g']
+    """
+
+    def needed(given: list[T], added: bool, rest: list[T]) -> list[T]:
+        if added and enough(given):
+            return []
+        if len(rest) == 1:
+            return rest
+        first, second = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        late = needed(given + first, True, second)
+        early = needed(given + late, bool(late), first)
+        return early + late
+
+    return needed([], False, list(suspects)) if suspects else []
+
+
+def guilty(suspects: Sequence[T], enough: Enough[T]) -> list[T]:
+    """The few of `suspects`, likeliest first, that must be taken away.
+
+    >>> tries = []
+    >>> guilty(range(64), lambda chosen: tries.append(chosen) or 0 in chosen), len(tries)
+    ([0], 6)
+    """
+    prefix = list(suspects[: smallest_prefix(suspects, enough)])
+    # The last of the prefix is needed, or a shorter one would do.
+    *others, last = prefix
+    if not others:
+        return prefix
+    with_last = lambda chosen: enough([*chosen, last])  # noqa: E731
+    if with_last([]):
+        return [last]
+    return [*minimal_subset(others, with_last), last]

@@ -5,26 +5,23 @@ from typing import Any
 
 import numpy as np
 
-from fewbit._progress import Progress
-from fewbit.debug._batch import arguments
-from fewbit.debug._channels import Outlier, outliers_of
+from fewbit._util import Progress
 from fewbit.debug._comparison import Comparison, LayerError, OutputError, SiteError, badness
-from fewbit.debug._distributions import Distribution, distribution
 from fewbit.debug._metrics import (
     Difference,
-    from_sums,
+    Outlier,
+    difference,
+    distribution,
+    from_parts,
+    outliers_of,
     output_agreement,
     output_difference,
-    sums,
 )
-from fewbit.debug._mixed import Mixed, mix
-from fewbit.debug._order import first_not_finite
-from fewbit.debug._probe import probe
-from fewbit.models.pairs import pair
+from fewbit.debug._mixed import Mixed, arguments, first_not_finite, mix, probe
+from fewbit.interpreter import Reading, is_weight
+from fewbit.models import pair
 from fewbit.numerics import qtype_name
-from fewbit.taps import Reading
-from fewbit.trace import TracedSite
-from fewbit.weight import is_weight
+from fewbit.tracing import TracedSite
 
 _NOTE_NOT_RUN = "did not run on this batch (a branch not taken): {sites}"
 _NOTE_TWO_WAYS = (
@@ -77,9 +74,8 @@ def compare(
     >>> len(found.sites), found.worst(1)[0].local.sqnr > 15, found.output.sqnr > 10
     (2, True, True)
     """
-    args, kwargs = arguments(batch)
     trees = dict(params=params, qparams=qparams, method=method, rngs=rngs)
-    mixed = mix(pair(model, quantized, args, kwargs, **trees), batch)
+    mixed = mix(pair(model, quantized, *arguments(batch), **trees), batch)
     count = len(mixed.sites)
     with Progress("Comparing", 2 + 2 * count * sweep, show=progress) as bar:
         outputs = mixed.outputs([True] * count)
@@ -94,19 +90,16 @@ def compare(
     ]
     broken = first_not_finite(mixed.traced.program, readings, 1)
     overall = output_difference(mixed.reference, outputs)
+    same = output_agreement(mixed.reference, outputs)
+    weights = {v.leaf: v for v in mixed.values if is_weight(v) and v.twin is not None}
     return Comparison(
         tuple(sorted(rows, key=badness)),
-        OutputError(
-            overall.sqnr,
-            overall.cosine,
-            overall.relative,
-            output_agreement(mixed.reference, outputs),
-        ),
+        OutputError(overall.sqnr, overall.cosine, overall.relative, same),
         mixed.pair.kind,
         broken,
         tuple(_notes(mixed, readings)),
         tuple(found for ts in mixed.sites for found in _channels(ts, readings[ts.site.id][0])),
-        tuple(_distributions(mixed)),
+        tuple(distribution(leaf, v.twin, v.array) for leaf, v in weights.items()),
     )
 
 
@@ -128,16 +121,11 @@ def _row(
     restored: float | None,
 ) -> SiteError:
     exact, quantized = readings
-    layers = [_layer(index, exact, quantized) for index in np.ndindex(ts.layers)]
-    whole = layers[0]
-    if ts.layers:
-        whole = LayerError(
-            (),
-            _together([exact], "local"),
-            _accumulated(exact, quantized),
-            _together([exact], "weight"),
-            _share(quantized),
-        )
+    whole = _error((), exact, quantized)
+    layers = [
+        _error(index, *(_of_layer(reading, index) for reading in readings))
+        for index in (np.ndindex(ts.layers) if ts.layers else ())
+    ]
     if not np.any(exact.count):
         only = restored = None
     bad = np.asarray(quantized.value["not_finite"], np.float64)[..., 0]
@@ -153,33 +141,31 @@ def _row(
         only,
         restored,
         int(bad.sum()),
-        tuple(layers) if ts.layers else (),
+        tuple(layers),
     )
 
 
-def _layer(index: tuple[int, ...], exact: Reading, quantized: Reading) -> LayerError:
-    one, other = (
-        Reading(np.asarray(r.count)[index], {k: v[index] for k, v in r.value.items()})
-        for r in (exact, quantized)
-    )
+def _of_layer(reading: Reading, index: tuple[int, ...]) -> Reading:
+    values = {name: value[index] for name, value in reading.value.items()}
+    return Reading(np.asarray(reading.count)[index], values)
+
+
+def _error(layer: tuple[int, ...], exact: Reading, quantized: Reading) -> LayerError:
+    """The error of one layer, or of all that the readings are of."""
     return LayerError(
-        tuple(index),
-        _together([one], "local"),
-        _accumulated(one, other),
-        _together([one], "weight"),
-        _share(other),
+        layer,
+        _together(exact, "local"),
+        _accumulated(exact, quantized),
+        _together(exact, "weight"),
+        _share(quantized),
     )
 
 
-def _together(readings: Sequence[Reading], name: str) -> Difference | None:
+def _together(reading: Reading, name: str) -> Difference | None:
     """The metrics of sums that were taken while running, over all layers that ran."""
-    total = np.zeros(4)
-    ran = False
-    for reading in readings:
-        if name in reading.value and np.any(reading.count):
-            ran = True
-            total += np.asarray(reading.value[name], np.float64).reshape(-1, 4).sum(0)
-    return from_sums(*map(float, total)) if ran else None
+    if name not in reading.value or not np.any(reading.count):
+        return None
+    return from_parts(reading.value[name])
 
 
 def _accumulated(exact: Reading, quantized: Reading) -> Difference | None:
@@ -187,7 +173,7 @@ def _accumulated(exact: Reading, quantized: Reading) -> Difference | None:
     both = np.logical_and(np.asarray(exact.count) > 0, np.asarray(quantized.count) > 0)
     if not both.any():
         return None
-    return from_sums(*sums(exact.value["out"][both], quantized.value["out"][both]))
+    return difference(exact.value["out"][both], quantized.value["out"][both])
 
 
 def _share(reading: Reading) -> float | None:
@@ -205,8 +191,7 @@ def _types(mixed: Mixed, ts: TracedSite) -> str:
     text = "-" if weight is None else qtype_name(weight)
     if rule is None or rule.act_qtype is None or ts.site.op == "take":
         return f"{text} x -"
-    static = " static" * bool(rule.act_static_scale)
-    return f"{text} x {qtype_name(rule.act_qtype)}{static}"
+    return f"{text} x {qtype_name(rule.act_qtype)}{' static' * bool(rule.act_static_scale)}"
 
 
 def _channels(ts: TracedSite, exact: Reading) -> list[Outlier]:
@@ -219,11 +204,6 @@ def _channels(ts: TracedSite, exact: Reading) -> list[Outlier]:
     ]
 
 
-def _distributions(mixed: Mixed) -> list[Distribution]:
-    weights = {v.leaf: v for v in mixed.values if is_weight(v) and v.twin is not None}
-    return [distribution(leaf, weight.twin, weight.array) for leaf, weight in weights.items()]
-
-
 def _notes(mixed: Mixed, readings: dict[str, list[Reading]]) -> list[str]:
     ran = {site: [np.asarray(r.count) > 0 for r in found] for site, found in readings.items()}
     idle = [site for site, (exact, _) in ran.items() if not exact.any()]
@@ -231,9 +211,7 @@ def _notes(mixed: Mixed, readings: dict[str, list[Reading]]) -> list[str]:
     several = [s for s, found in readings.items() if any(np.any(r.count > 1) for r in found)]
     notes = list(mixed.pair.notes)
     kinds = ((_NOTE_NOT_RUN, idle), (_NOTE_TWO_WAYS, two_ways), (_NOTE_SEVERAL_RUNS, several))
-    for text, sites in kinds:
-        if sites:
-            notes.append(text.format(sites=", ".join(sites)))
+    notes += [text.format(sites=", ".join(sites)) for text, sites in kinds if sites]
     if mixed.others:
         paths = [
             leaf.path for k, leaf in enumerate(mixed.traced.leaves) if leaf and k in mixed.others

@@ -4,27 +4,153 @@ The vector rides beside the static scales, so it reaches every body; both forms 
 there. So any subset of Sites can be tried without tracing or compiling again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit import jaxprs
-from fewbit.debug._batch import telling_about
-from fewbit.debug._metrics import measured, output_difference
-from fewbit.decisions import Decision
-from fewbit.engine import Traced
-from fewbit.interpret import Interpreter, fit
-from fewbit.jaxprs import Eqn
-from fewbit.models.pairs import Pair
-from fewbit.sites import SiteRunner
-from fewbit.static_run import StaticScales
-from fewbit.trace import Program, TracedSite
-from fewbit.weight import is_weight, plain
+from fewbit._util import describe, is_array_like, nearest
+from fewbit.debug._metrics import (
+    channel_absmax,
+    kept_axes,
+    measured,
+    output_difference,
+    summed_axes,
+)
+from fewbit.interpreter import (
+    Interpreter,
+    Reading,
+    SiteRunner,
+    StaticScales,
+    Taps,
+    Traced,
+    UntraceableModelError,
+    fit,
+    is_weight,
+    plain,
+)
+from fewbit.models import Pair
+from fewbit.numerics import format_of, should_quantize
+from fewbit.planning import Decision, activation_how
+from fewbit.qarray import QArray, quantize_static, quantize_with, units
+from fewbit.tracing import Eqn, Node, Program, TracedSite, jaxprs
+
+# --- In which order Sites run, and which is the first to give a value that is not finite ----------
+
+
+def first_not_finite(
+    program: Program, readings: Mapping[str, Sequence[Reading]], run: int
+) -> str | None:
+    """The Site, with its layer in a scan, whose result is the first with NaN or infinity."""
+    bad = []
+    for site_id, place in _places(program.root).items():
+        if site_id not in readings:
+            continue
+        counts = np.asarray(readings[site_id][run].value["not_finite"])
+        for layer in np.ndindex(counts.shape[:-1]):
+            if counts[layer][0] > 0:
+                bad.append((place(layer), site_id, layer, counts[layer][1:].tolist()))
+    if not bad:
+        return None
+    _, site_id, layer, (activations, weight) = min(bad)
+    text = site_id + (f", layer {', '.join(map(str, layer))}" if layer else "")
+    if weight:
+        return f"{text} (its stored weight is not finite)"
+    return f"{text} (its operands were not finite already)" if activations else text
+
+
+def _places(root: Node) -> dict[str, Any]:
+    """For each Site a function from its layer to a key that sorts in the order of running."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Node, before: tuple[int, ...]) -> None:
+        """`before` has -1 where a layer's number comes in, -2 where layers run backwards."""
+        for i in range(len(node.jaxpr.eqns)):
+            if i in node.sites:
+                found[node.sites[i].site.id] = _filled((*before, i))
+            for k, child in enumerate(node.children.get(i, ())):
+                step: tuple[int, ...] = (i, k)
+                if child.per_layer:
+                    step += (-2 if jaxprs.scan_params(node.jaxpr.eqns[i]).reverse else -1,)
+                walk(child, (*before, *step))
+
+    walk(root, ())
+    return found
+
+
+def _filled(places: tuple[int, ...]) -> Any:
+    def key(layer: tuple[int, ...]) -> tuple[int, ...]:
+        numbers = iter(layer)
+        return tuple(
+            place if place >= 0 else next(numbers) * (1 if place == -1 else -1) for place in places
+        )
+
+    return key
+
+
+# --- A batch as people hold it, as the arguments of one call; and what goes wrong with it, told ---
+
+_MSG_EMPTY = (
+    "The batch is empty. Pass what the model is called with: one array, a tuple of arguments, or a "
+    "dict of keyword arguments."
+)
+_MSG_BATCH_SHAPE = (
+    "The model does not take this batch ({batch}): {error} Pass what it is called with: one array, "
+    "a tuple of arguments, or a dict of keyword arguments."
+)
+
+
+def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments: a tuple is several, a dict with string keys keywords.
+
+    >>> arguments((1, 2)), arguments({'x': 1}), arguments(3)
+    (((1, 2), {}), ((), {'x': 1}), ((3,), {}))
+    """
+    if isinstance(batch, tuple):
+        args, kwargs = batch, {}
+    elif isinstance(batch, Mapping) and batch and all(isinstance(k, str) for k in batch):
+        args, kwargs = (), dict(batch)
+    else:
+        args, kwargs = (batch,), {}
+    if batch is None or not jax.tree.leaves((args, kwargs)):
+        raise ValueError(_MSG_EMPTY)
+    return args, kwargs
+
+
+@contextmanager
+def telling_about(batch: Any) -> Iterator[None]:
+    """Around the float model's trace: what it raises is told with the batch it was called with."""
+    try:
+        yield
+    except UntraceableModelError:
+        raise
+    except Exception as error:
+        first = next(filter(_tells, str(error).strip().split("\n")), "")
+        first += "" if first.endswith(".") else "."
+        text = f"{type(error).__name__}: {first}"
+        raise ValueError(_MSG_BATCH_SHAPE.format(batch=_shapes(batch), error=text)) from error
+
+
+def _tells(line: str) -> bool:
+    """Whether a line of an error says something: Keras first says where it was raised."""
+    return bool(line.strip()) and not line.startswith("Exception encountered when calling")
+
+
+def _shapes(batch: Any) -> str:
+    leaves = jax.tree.leaves(batch)
+    texts = [
+        f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" if is_array_like(leaf) else describe(leaf)
+        for leaf in leaves[:4]
+    ]
+    return ", ".join(texts) + (", ..." if len(leaves) > 4 else "")
+
+
+# --- Both models as one program: a vector of booleans says which Sites are quantized --------------
 
 MASK = "which Sites are quantized"  # no scale's name has spaces
 
@@ -207,8 +333,7 @@ def _paired(traced: Traced, float_traced: Traced) -> tuple[list[Any], dict[int, 
     for k, (value, leaf) in enumerate(zip(traced.values, traced.leaves, strict=True)):
         if leaf is not None:
             if leaf.path not in floats:
-                close = get_close_matches(leaf.path, floats, 3)
-                near = f" The nearest are {', '.join(close)}." if close else ""
+                near = nearest(leaf.path, floats, " The nearest are {}.", 3, 0.6, show=str)
                 raise ValueError(_MSG_NO_LEAF.format(leaf=leaf.path, near=near))
             twin = floats[leaf.path]
             if tuple(twin.shape) != leaf.shape:
@@ -220,3 +345,160 @@ def _paired(traced: Traced, float_traced: Traced) -> tuple[list[Any], dict[int, 
                 others[k] = jnp.asarray(twin, value.dtype)
         values.append(value)
     return values, others
+
+
+# --- What is read at every Site while a pair of models runs: sums, channels, clipping, results ----
+
+_ADDED = ("local", "weight", "clipped", "not_finite")
+_ROUNDING = 0.5 + 1e-3  # a code away from the edge is rounding, not clipping
+
+
+@dataclass
+class Probe:
+    """A tap on the Sites of a mixed run."""
+
+    runner: MixedSites
+    wanted: frozenset[str]
+    results: bool = True  # all there is to read, or the local error alone
+
+    def wants(self, site: TracedSite) -> bool:
+        return site.site.id in self.wanted
+
+    def observe(self, site: TracedSite, operands: Sequence[Any], result: Any) -> Any:
+        assert self.runner.both is not None
+        local = sums(*self.runner.both)
+        if not self.results:
+            return {"local": local}
+        sides = [k for k in (0, 1) if k == 0 or site.site.op != "take"]
+        weights = [v for v in operands if is_weight(v)]
+        parts = ([result], [v for v in operands if not is_weight(v)], weights)
+        seen = {
+            "out": result,
+            "local": local,
+            "not_finite": jnp.stack([_not_finite(part) for part in parts]),
+        }
+        clipped = []
+        for k in sides:
+            operand = operands[k]
+            if is_weight(operand):
+                exact = exactly(operand)
+                seen["weight"] = sums(exact, plain(operand))
+                if exact.size:
+                    seen["channels of weight"] = channel_absmax(exact, summed_axes(site, k))
+                    kept = kept_axes(site, k)
+                    if kept:
+                        seen["channels of weight output"] = channel_absmax(exact, kept)
+            elif should_quantize(operand.dtype) and operand.size and site.sources[k] is None:
+                name = "channels of activation" + " (rhs)" * (k == 1)
+                seen[name] = channel_absmax(operand, summed_axes(site, k))
+                quantized = self._activation(site, k, operand)
+                if quantized is not None:
+                    clipped.append(clipped_count(operand, quantized))
+        if clipped:
+            seen["clipped"] = jnp.sum(jnp.stack(clipped), axis=0)
+        return seen
+
+    def _activation(self, ts: TracedSite, side: int, operand: Any) -> QArray | None:
+        rule = self.runner.decisions[ts.site.id].rule
+        if rule is None or ts.site.op == "take":
+            return None
+        how = activation_how(ts, side, rule)
+        if how is None:
+            return None
+        static = self.runner.static.of(ts, rule)
+        if side in static:
+            return quantize_static(operand, how, *static[side])
+        return quantize_with(operand, how)
+
+    def combine(self, site_id: str, first: Any, second: Any) -> Any:
+        return {
+            name: first[name] + second[name]
+            if name in _ADDED
+            else jnp.maximum(first[name], second[name])
+            if name.startswith("channels")
+            else second[name]
+            for name in first
+        }
+
+
+def sums(exact: Any, quantized: Any) -> Any:
+    """Signal, noise, dot and power, as `_metrics.sums`, where the arrays are."""
+    f, q = (x.astype(jnp.float32) for x in (exact, quantized))
+    noise = jnp.where(f == q, jnp.float32(0), q - f)
+    return jnp.stack([jnp.sum(x) for x in (f * f, noise * noise, f * q, q * q)])
+
+
+def clipped_count(array: Any, q: QArray) -> Any:
+    """How many numbers lie outside the range of their scale, and how many there are.
+
+    >>> import fewbit
+    >>> q = fewbit.quantize(jnp.array([1.0, -2.0, 100.0]), 'int8', calibration_method='fixed,-4,4')
+    >>> clipped_count(jnp.array([1.0, -2.0, 100.0]), q)
+    Array([1., 3.], dtype=float32)
+    """
+    row = format_of(q.qtype)
+    in_units = units(array, q.scale, q.zero_point, q.tensor_scale, q.tile_shape)
+    in_units = in_units.astype(jnp.float32)
+    if row.kind == "sign":
+        return jnp.array([0, array.size], jnp.float32)
+    if row.kind == "int":
+        low, high = row.asymmetric or (-(2 ** (row.bits - 1)), 2 ** (row.bits - 1) - 1)
+        low, high = low - _ROUNDING, high + _ROUNDING
+    else:
+        high = (1.0 if row.kind == "table" else float(jnp.finfo(row.storage).max)) * 1.001
+        low = -high
+    outside = (in_units > jnp.float32(high)) | (in_units < jnp.float32(low))
+    count = jnp.sum(outside.astype(jnp.float32))
+    return jnp.stack([count, jnp.float32(array.size)])
+
+
+def _not_finite(values: Sequence[Any]) -> Any:
+    counts = [
+        jnp.sum((~jnp.isfinite(plain(v))).astype(jnp.float32))
+        for v in values
+        if is_weight(v) or jnp.issubdtype(v.dtype, jnp.inexact)
+    ]
+    return jnp.sum(jnp.stack(counts)) if counts else jnp.float32(0)
+
+
+def probe(
+    mixed: Mixed,
+    masks: Sequence[tuple[Sequence[bool], bool]],
+    memory: int = 2**30,
+    results: bool = True,
+) -> Iterator[tuple[TracedSite, list[Reading]]]:
+    """For every Site its readings under each mask. At most `memory` bytes of results at once."""
+    for group in _groups(mixed.sites, memory, len(masks)) if results else [mixed.sites]:
+        wanted = frozenset(ts.site.id for ts in group)
+
+        def program(mask, values, others, scales, wanted=wanted):
+            interpreter = mixed.interpreter(mask, scales)
+            interpreter.taps = Taps(Probe(interpreter.runner, wanted, results))
+            inputs = mixed.inputs(mask, values, others)
+            return interpreter.run_tapped(mixed.traced.program.root, inputs)[1]
+
+        run = jax.jit(program)
+        arguments = (mixed.values, mixed.others, mixed.traced.scales)
+        found = [
+            jax.tree.map(np.asarray, run(full_mask(mask, rest), *arguments)) for mask, rest in masks
+        ]
+        for ts in group:
+            yield ts, [readings.get(ts.site.id) for readings in found]
+
+
+def _groups(
+    sites: Sequence[TracedSite], memory: int, runs: int
+) -> Iterator[tuple[TracedSite, ...]]:
+    """Sites in order, in groups whose results fit; a Site that does not fit is its own group."""
+    group: list[TracedSite] = []
+    used = 0
+    for ts in sites:
+        aval = ts.eqn.outvars[0].aval
+        size = prod((*ts.layers, *aval.shape)) * aval.dtype.itemsize * runs
+        if group and used + size > memory:
+            yield tuple(group)
+            group, used = [], 0
+        group.append(ts)
+        used += size
+    if group:
+        yield tuple(group)

@@ -1,8 +1,8 @@
 """How an array lies in a file: which safetensors type, which shape, which bits.
 
 `plain`: as it is, in a type that safetensors has. `bits`: codes of `bits` bits, packed along the
-last axis (`packing_numpy`), as U8. `sign`: the same for int1, a set bit meaning -1. `bytes`: the
-bytes of a type that safetensors does not have, as U8, the last axis as many times as long.
+last axis (`numerics.pack_pieces`), as U8. `sign`: the same for int1, a set bit meaning -1. `bytes`:
+the bytes of a type that safetensors does not have, as U8, the last axis as many times as long.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from fewbit.io.safetensors_file import DTYPES, dtype_name
-from fewbit.numerics import dtype_bits, format_of
-from fewbit.packing import packed_length
-from fewbit.packing_numpy import pack_pieces, unpack
+from fewbit.io._safetensors import DTYPES, dtype_name, raw_bytes
+from fewbit.numerics import dtype_bits, format_of, pack_pieces, packed_length, unpack
 
 _EXTENSIONS = (
     *("bfloat16", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float6_e2m3fn"),
@@ -54,8 +52,7 @@ class Encoding:
     @property
     def stored_dtype(self) -> str:
         """The safetensors type."""
-        name = dtype_name(KNOWN_DTYPES[self.dtype]) if self.kind == "plain" else "U8"
-        return str(name)
+        return str(dtype_name(KNOWN_DTYPES[self.dtype])) if self.kind == "plain" else "U8"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -72,13 +69,13 @@ class Encoding:
         """What contradicts itself, for an encoding that was read from a file."""
         if self.dtype not in KNOWN_DTYPES:
             return f"dtype {self.dtype[:40]!r} is not known"
-        full = dtype_bits(KNOWN_DTYPES[self.dtype])
-        narrow = KNOWN_DTYPES[self.dtype].itemsize == 1 and self.dtype != "bool"
+        dtype = KNOWN_DTYPES[self.dtype]
         if self.kind == "plain":
-            fits = self.bits == full and dtype_name(KNOWN_DTYPES[self.dtype]) not in (None, "F4")
+            fits = self.bits == dtype_bits(dtype) and dtype_name(dtype) not in (None, "F4")
         elif self.kind == "bytes":
-            fits = self.bits == 8 * KNOWN_DTYPES[self.dtype].itemsize
+            fits = self.bits == 8 * dtype.itemsize
         else:
+            narrow = dtype.itemsize == 1 and self.dtype != "bool"
             fits = narrow and 1 <= self.bits < 8 and (self.kind == "bits" or self.bits == 1)
         return None if fits else f"{self.bits} bits of {self.dtype} cannot be {self.kind!r}"
 
@@ -87,21 +84,17 @@ def encoding_of(shape: Sequence[int], dtype: Any, qtype: Any = None) -> Encoding
     """How an array of this kind is stored; `qtype` if it holds the codes of a format."""
     name, shape = np.dtype(dtype).name, tuple(int(size) for size in shape)
     bits = dtype_bits(dtype)
+    kind = "plain" if dtype_name(dtype) is not None else "bytes"
     if qtype is not None:
         row = format_of(qtype)
-        bits = row.bits
-        if row.kind == "sign":
-            return Encoding(name, shape, bits, "sign")
-    if bits < 8:
-        return Encoding(name, shape, bits, "bits")
-    plain = dtype_name(dtype) is not None
-    return Encoding(name, shape, bits, "plain" if plain else "bytes")
+        bits, kind = row.bits, "sign" if row.kind == "sign" else kind
+    return Encoding(name, shape, bits, "bits" if bits < 8 and kind != "sign" else kind)
 
 
 def encode(array: np.ndarray, encoding: Encoding) -> Iterator[memoryview]:
     """The bytes of an array in a file, piece by piece."""
     if encoding.kind in ("plain", "bytes"):
-        yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        yield raw_bytes(array)
         return
     if encoding.kind == "sign":
         array = array.view(np.uint8) >> 3 & 1  # of four bits, the highest is set in -1 alone
@@ -123,17 +116,16 @@ def decode_part(stored: np.ndarray, encoding: Encoding, index: tuple[slice, ...]
     dtype = KNOWN_DTYPES[encoding.dtype]
     last = encoding.shape[-1] if encoding.shape else 1
     begin, end, _ = (index[-1] if index else slice(None)).indices(last)
-    # From a code whose bits begin a byte.
-    first = begin // 8 * 8
+    first = begin // 8 * 8  # a code whose bits begin a byte
     bits = encoding.bits
     some = stored[(*index[:-1], slice(first * bits // 8, packed_length(end, bits)))]
     if encoding.kind == "bytes":
-        part = np.array(some, order="C").view(dtype)[..., begin - first :]
+        part = np.array(some, order="C").view(dtype)
     elif encoding.kind == "sign":
-        signs = unpack(some, 1, end - first, np.uint8)[..., begin - first :]
-        part = (1 - 2 * signs.astype(np.int8)).view(dtype)
+        part = (1 - 2 * unpack(some, 1, end - first, np.uint8).astype(np.int8)).view(dtype)
     else:
-        part = unpack(some, bits, end - first, dtype)[..., begin - first :]
+        part = unpack(some, bits, end - first, dtype)
+    part = part[..., begin - first :]
     return part if encoding.shape else part.reshape(())
 
 

@@ -9,16 +9,17 @@
 'QStaticDense'
 """
 
+import importlib as _importlib
 from typing import Any as _Any
 
 import keras as _keras
 
-from fewbit.keras.config import DynamicQuantConfig as DynamicQuantConfig
-from fewbit.keras.config import JaxBaseConfig as JaxBaseConfig
-from fewbit.keras.config import JaxComposableConfig as JaxComposableConfig
-from fewbit.keras.config import StaticQuantConfig as StaticQuantConfig
-from fewbit.keras.config import get_default_dynamic_config as get_default_dynamic_config
-from fewbit.keras.config import get_default_static_config as get_default_static_config
+from fewbit.keras.config._configs import DynamicQuantConfig as DynamicQuantConfig
+from fewbit.keras.config._configs import JaxBaseConfig as JaxBaseConfig
+from fewbit.keras.config._configs import JaxComposableConfig as JaxComposableConfig
+from fewbit.keras.config._configs import StaticQuantConfig as StaticQuantConfig
+from fewbit.keras.config._configs import get_default_dynamic_config as get_default_dynamic_config
+from fewbit.keras.config._configs import get_default_static_config as get_default_static_config
 
 if _keras.config.backend() != "jax":
     raise ImportError(
@@ -27,43 +28,41 @@ if _keras.config.backend() != "jax":
         'first imported, or write "backend": "jax" in ~/.keras/keras.json.'
     )
 
-from fewbit.keras._calibration import CalibrationError as CalibrationError
-from fewbit.keras._checking import check_saved as check_saved
-from fewbit.keras._checking import load_model as load_model
-from fewbit.keras._classes import let_keras_find as _let_keras_find
-from fewbit.keras._cloning import clone_model as clone_model
-from fewbit.keras._converting import to_ptq as to_ptq
-from fewbit.keras._examples import register_calls as register_calls
-from fewbit.keras._printing import print_model as print_model
+from fewbit.as_neural_compressor import install as install_as_neural_compressor
+from fewbit.calibration import CalibrationError as CalibrationError
+from fewbit.keras import _planning as reading
+from fewbit.keras._pairs import clone_model as clone_model
+from fewbit.keras._pairs import pair as pair
+from fewbit.keras._planning import print_model as print_model
 from fewbit.keras._quantize import plan as plan
 from fewbit.keras._quantize import quantize_model as quantize_model
-from fewbit.keras._saving import save_model as save_model
-from fewbit.keras._saving import save_to_preset as save_to_preset
+from fewbit.keras.layers._calls import register_calls as register_calls
+from fewbit.keras.layers._classes import let_keras_find as _let_keras_find
+from fewbit.keras.saving._checking import check_saved as check_saved
+from fewbit.keras.saving._checking import load_model as load_model
+from fewbit.keras.saving._neural_compressor import let_keras_read_them as _let_keras_read_them
+from fewbit.keras.saving._whole import save_model as save_model
+from fewbit.keras.saving._whole import save_to_preset as save_to_preset
+from fewbit.keras.training._convert import to_ptq as to_ptq
 
 _let_keras_find()
+_let_keras_read_them()
 
-# Familiar, and rarely wanted.
-_FAMILIAR = {
-    **dict.fromkeys(("StaticQDQLayer", "DynamicQDQLayer"), "qdq"),
-    **dict.fromkeys(("dtype_mapping", "check_backend", "iterate_over_layers"), "utility"),
-    **dict.fromkeys(("get_quantize_fun", "get_dequantize_fun"), "utility"),
-    **dict.fromkeys(("get_scale", "get_q_params"), "utility"),
-    **dict.fromkeys(("register_algo", "algos_mapping", "verify_api"), "utility"),
-    **dict.fromkeys(("static_quantize", "dynamic_quantize"), "utility"),
-    "causal_lm_make_replace_generate_function": "utility",
-}
-# KerasHub takes seconds to import, and not every Keras user has it.
-_FOR_KERAS_HUB = {
-    "GreedySampler": "samplers",
-    "TopKSampler": "samplers",
-    "quantize_kv_cache": "kv_cache",
+# Loaded when first used: what is familiar and rarely wanted, and what needs KerasHub, which takes
+# seconds to import, and which not every Keras user has.
+_LATER = {
+    **dict.fromkeys(("StaticQDQLayer", "DynamicQDQLayer"), "_compat"),
+    **dict.fromkeys(("dtype_mapping", "check_backend", "iterate_over_layers"), "_compat"),
+    **dict.fromkeys(("get_quantize_fun", "get_dequantize_fun"), "_compat"),
+    **dict.fromkeys(("get_scale", "get_q_params"), "_compat"),
+    **dict.fromkeys(("register_algo", "algos_mapping", "verify_api"), "_compat"),
+    **dict.fromkeys(("static_quantize", "dynamic_quantize"), "_compat"),
+    "causal_lm_make_replace_generate_function": "_compat",
+    **dict.fromkeys(("GreedySampler", "TopKSampler", "quantize_kv_cache"), "generate._kv_cache"),
 }
 
 
 def __getattr__(name: str) -> _Any:
-    home = _FOR_KERAS_HUB.get(name) or _FAMILIAR.get(name)
-    if home is not None:
-        import importlib
-
-        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    if name in _LATER:
+        return getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,12 +5,19 @@ The kernels do both where the result still is in the cache. Here is what they st
 
 from __future__ import annotations
 
-import difflib
+import concurrent.futures
+import ctypes
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from fewbit._util import nearest
+from fewbit.kernels._library import ACTIVATION_FUNCTION, native_part
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "relu": jax.nn.relu,
@@ -32,12 +39,10 @@ def check_activation(name: str | None) -> None:
 
     >>> check_activation('gelu')
     """
-    if name is None or name in ACTIVATIONS:
-        return
-    close = difflib.get_close_matches(str(name), ACTIVATIONS, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    known = ", ".join(map(repr, ACTIVATIONS))
-    raise ValueError(_MSG_ACTIVATION.format(name=name, hint=hint, known=known))
+    if name is not None and name not in ACTIVATIONS:
+        hint = nearest(name, ACTIVATIONS, "; did you mean {}?", cutoff=0.6)
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(_MSG_ACTIVATION.format(name=name, hint=hint, known=known))
 
 
 def check_bias(bias: Any, n: int) -> None:
@@ -69,3 +74,69 @@ def finish_text(bias: Any, activation: str | None) -> str:
     ' + bias + gelu'
     """
     return ("" if bias is None else " + bias") + (f" + {activation}" if activation else "")
+
+
+# --- The steps by which XLA computes silu and sigmoid here, so that kernels take the same ---------
+
+BY_STEPS = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+"""Functions that exist in several forms; of all others the kernels have one."""
+
+# Endings of the kernels' names (fewbit/native/common/finish.cc): how ln 2 is split, and how often a
+# product and its sum are rounded. 'once' means 'twice' on CPUs that cannot, so it comes later.
+STEPS = ("cephes/twice", "fdlibm/twice", "cephes/once", "fdlibm/once")
+
+# Two ways to split ln 2 give the same sigmoid for all but one number in a thousand.
+_NUMBERS = np.linspace(-87, 20, 2**16, dtype=np.float32)
+_asking = threading.Lock()
+
+
+def fused_activation(name: str | None) -> str | None:
+    """The kernels' word for an activation, 'none' for None; None if XLA alone has its bits.
+
+    >>> fused_activation('gelu'), fused_activation(None)
+    ('gelu', 'none')
+    """
+    if name not in BY_STEPS:
+        return name or "none"
+    steps = xla_steps()
+    return None if steps is None else f"{name}/{steps}"
+
+
+def xla_steps() -> str | None:
+    """Which of `STEPS` XLA takes on this CPU; None if none of them, or without the native part.
+
+    >>> xla_steps() in (None, *STEPS)
+    True
+    """
+    if native_part().missing is not None:
+        return None
+    with _asking:
+        return _found()
+
+
+@functools.cache
+def _found() -> str | None:
+    # A thread of its own has none of the caller's contexts: no trace under way, no mesh, no guard
+    # against transfers, no jit turned off.
+    with concurrent.futures.ThreadPoolExecutor(1, "fewbit-steps") as other:
+        return other.submit(_compare).result()
+
+
+def _compare() -> str | None:
+    x = jax.device_put(_NUMBERS, jax.local_devices(backend="cpu")[0])
+    every = jax.jit(lambda x: {name: function(x) for name, function in BY_STEPS.items()})
+    wanted = {name: np.asarray(result) for name, result in every(x).items()}
+    for steps in STEPS:
+        if all(np.array_equal(_native(f"{name}/{steps}"), wanted[name]) for name in BY_STEPS):
+            return steps
+    return None
+
+
+def _native(name: str) -> np.ndarray:
+    out = np.empty_like(_NUMBERS)
+    function = getattr(ctypes.CDLL(str(native_part().path)), ACTIVATION_FUNCTION)
+    function.restype = ctypes.c_bool
+    x, y = (part.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for part in (_NUMBERS, out))
+    if not function(name.encode(), x, ctypes.c_int64(out.size), y):
+        raise ValueError(f"{name!r} is not an activation of the native part.")
+    return out

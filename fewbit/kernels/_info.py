@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 
-from fewbit.kernels._backend import asked_backend
-from fewbit.kernels._native import native_part
-from fewbit.kernels._steps import BY_STEPS, xla_steps
+from fewbit.kernels._finish import BY_STEPS, xla_steps
+from fewbit.kernels._library import asked_backend, native_part
 
 # For a machine without the compiled part: the CPU flags that the kernels of each level need.
-# Words as in fewbit/native/isa.cc.
+# Words as in fewbit/native/isa/isa.cc.
 _ISA_FLAGS = {
     "avx512_vnni": {"avx512f", "avx512bw", "avx512vl", "avx512_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
 }
-
 
 _MSG_FUSED = "done by a product's kernel, by the steps that XLA takes here ({steps})"
 _MSG_APART = "done by XLA after a product: no kernel takes the steps that XLA takes here"
@@ -94,12 +93,11 @@ def info() -> KernelInfo:
     except ValueError as error:  # to be told here, and raised where a product is made
         asked, who = "xla", str(error)
         missing = refused = who
-    built_with = f"jaxlib {part.jaxlib}, FFI {part.ffi}" if part.jaxlib else None
     return KernelInfo(
         native=missing is None,
         missing=missing,
         path=part.path,
-        built_with=built_with,
+        built_with=f"jaxlib {part.jaxlib}, FFI {part.ffi}" if part.jaxlib else None,
         isa=part.isa or isa_from_flags(_cpu_flags()),
         threads=usable_cpus(),
         backend="native" if asked != "xla" and missing is None else "xla",
@@ -116,10 +114,7 @@ def isa_from_flags(flags: set[str]) -> str:
     >>> isa_from_flags({"sse2"})
     'portable'
     """
-    for level, needed in _ISA_FLAGS.items():
-        if needed <= flags:
-            return level
-    return "portable"
+    return next((level for level, needed in _ISA_FLAGS.items() if needed <= flags), "portable")
 
 
 def usable_cpus() -> int:
@@ -135,11 +130,8 @@ def usable_cpus() -> int:
 
 
 def _cpu_flags() -> set[str]:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            for line in lines:
-                if line.startswith("flags"):
-                    return set(line.partition(":")[2].split())
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            if line.startswith("flags"):
+                return set(line.partition(":")[2].split())
     return set()

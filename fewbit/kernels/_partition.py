@@ -1,7 +1,7 @@
-"""How native calls are spread over devices: rows (or images) of x, whole panels of columns.
+"""How the primitives of native calls run: eagerly, lowered on a CPU, and spread over devices.
 
 XLA cannot look into a native call; unless it is told, it gathers every operand on every device.
-Told the rule below, each device multiplies its rows by its panels, and nothing moves.
+Told a rule, each device multiplies its rows (or images) by its panels, and nothing moves.
 """
 
 from __future__ import annotations
@@ -17,13 +17,82 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.interpreters import mlir
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fewbit._version import __version__
-from fewbit.packing_panels import COLUMNS
+from fewbit.qarray import COLUMNS, shards_of
 
-Local = Callable[..., jax.Array]  # on one device: local(*operands, spec=spec)
+Local = Callable[..., Any]  # on one device: local(*operands, spec=spec)
+
+
+def run_eagerly(primitive: Primitive, bind: Local, count: int | None = None) -> None:
+    """Give a primitive its form outside of programs: `bind` of its first `count` operands."""
+
+    @functools.lru_cache(maxsize=1024)
+    def compiled(**settings: Any) -> Any:
+        return jax.jit(functools.partial(bind, **settings))
+
+    @primitive.def_impl
+    def run(*operands: jax.Array, **settings: Any) -> Any:
+        with jax.disable_jit(False):  # else this would call itself for ever
+            return compiled(**settings)(*operands[:count])
+
+
+def lower_alone(primitive: Primitive, call: Local, reference: Local) -> None:
+    """Lower a primitive of several results: to `call` on one CPU device, else to `reference`."""
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **settings: Any) -> Any:
+        context = ctx.module_context.axis_context
+        alone = isinstance(context, mlir.ShardingContext) and context.num_devices == 1
+        leaves = ctx.module_context.lowering_parameters.for_export
+        function = call if alone and not leaves else reference
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **settings)
+
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
+    mlir.register_lowering(primitive, lower, platform="cpu")
+
+
+def lower_spread(
+    primitive: Primitive, spread: Local, local: Local, reference: Local, export: Local
+) -> None:
+    """Lower a primitive of one result: on a CPU to native code, elsewhere to `reference`.
+
+    `local` on one device, `spread` over known ones, else `reference`, which XLA can always share.
+    `export` is for programs that leave this machine; JAX refuses native calls in them.
+    """
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **settings: Any) -> Any:
+        context = ctx.module_context.axis_context
+        function = spread
+        if ctx.module_context.lowering_parameters.for_export:
+            function = export
+        elif isinstance(context, mlir.ShardingContext):
+            if context.num_devices == 1:
+                function = local
+            elif context.device_assignment is None:
+                function = reference
+        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **settings)
+
+    mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=False))
+    mlir.register_lowering(primitive, lower, platform="cpu")
+
+
+def push_forward(function: Callable[..., Any], primals: Any, tangents: Any) -> Any:
+    """`jax.jvp` where tangents that are zero take no part."""
+    moving = [k for k, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of_moving(*values: Any) -> Any:
+        filled = list(primals)
+        for k, value in zip(moving, values, strict=True):
+            filled[k] = value
+        return function(*filled)
+
+    return jax.jvp(of_moving, [primals[k] for k in moving], [tangents[k] for k in moving])
+
+
+# --- A call shared by devices ---------------------------------------------------------------------
 
 
 def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any, rule: str) -> jax.Array:
@@ -37,6 +106,53 @@ def spread(local: Local, operands: tuple[jax.Array, ...], spec: Any, rule: str) 
         return _spreading(local, spec, rule)(*operands)
 
 
+@functools.lru_cache(maxsize=1024)
+def _spreading(local: Local, spec: Any, rule: str) -> Any:
+    left, _, right = rule.partition(" -> ")
+    factors = [operand.split() for operand in left.split(",")]
+    by_panels = right.endswith("(p c)")
+    between = [None] * (len(right.replace("(p c)", "p").split()) - 2)
+
+    def divide(mesh, operands, result):
+        places = mesh_axes(result, mesh)
+        rows, columns = places[0] if right[0] == "m" else None, places[-1]
+        ways = shards_of(mesh, columns)
+        if not by_panels or (spec.n // COLUMNS) % ways:
+            columns, ways = None, 1
+        mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
+        shared = {"m": rows, "p": columns}
+        inputs = [map(shared.get, operand) for operand in factors]
+        return functools.partial(local, spec=mine), (rows, *between, columns), inputs
+
+    return partitioned(local, spec, rule, divide)
+
+
+def partitioned(local: Local, spec: Any, rule: str, divide: Callable[..., Any]) -> Any:
+    """`local` as a call that XLA divides by a rule.
+
+    `divide(mesh, operands, result)` tells what each device calls, and which mesh axes share the
+    axes of the result and of each operand.
+    """
+
+    @custom_partitioning
+    def run(*operands):
+        return local(*operands, spec=spec)
+
+    def partition(mesh, operands, result):
+        if mesh.empty:  # one without names
+            devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
+            whole = type(result.sharding).get_replicated(devices)
+            return mesh, functools.partial(local, spec=spec), whole, (whole,) * len(operands)
+        # XLA puts the operands where this says before it calls `mine`: what a rule does not
+        # understand comes as None, that is gathered.
+        mine, output, inputs = divide(mesh, operands, result)
+        placed = [NamedSharding(mesh, PartitionSpec(*axes)) for axes in (output, *inputs)]
+        return mesh, mine, placed[0], tuple(placed[1:])
+
+    run.def_partition(partition, sharding_rule=rule, decode_shardings=False)
+    return run
+
+
 def described(local: Local, spec: Any, rule: Any) -> Any:
     """A context in which a partitioned call carries in the program what it is.
 
@@ -45,11 +161,6 @@ def described(local: Local, spec: Any, rule: Any) -> Any:
     """
     name = f"{local.__module__}.{local.__qualname__}"
     return set_xla_metadata(fewbit_call=f"{__version__} {name} {spec} {rule}")
-
-
-def ways_of(mesh: Any, names: tuple[str, ...] | None) -> int:
-    """Into how many parts mesh axes split an axis."""
-    return math.prod(mesh.shape[name] for name in names or ())
 
 
 def shares_panels(n: int) -> bool:
@@ -80,13 +191,6 @@ def zero_with_devices() -> jax.Array:
     up only in the lowering of our primitive, which is too late.
     """
     return _marked(jnp.zeros((), jnp.int32))
-
-
-def whole_everywhere(mesh: Any, call: Local, operands: Any, result: Any) -> Any:
-    """What a partition gives where the mesh has no names."""
-    devices = tuple(sorted(result.sharding.device_set, key=lambda d: d.id))
-    whole = type(result.sharding).get_replicated(devices)
-    return mesh, call, whole, (whole,) * len(operands)
 
 
 def mesh_axes(array: Any, mesh: Any) -> list[tuple[str, ...] | None]:
@@ -126,59 +230,6 @@ def alike(args: tuple[jax.Array, ...], *others: jax.Array) -> tuple[jax.Array, .
         return jax.lax.pcast(a, missing, to="varying") if missing else a
 
     return tuple(map(vary, args)) if axes else args
-
-
-def native_lowering(spread: Local, local: Local, reference: Local, export: Local) -> Any:
-    """A primitive's lowering on a CPU.
-
-    `local` on one device, `spread` over known ones, else `reference`, which XLA can always share.
-    `export` is for programs that leave this machine; JAX refuses native calls in them.
-    """
-
-    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
-        context = ctx.module_context.axis_context
-        function = spread
-        if ctx.module_context.lowering_parameters.for_export:
-            function = export
-        elif isinstance(context, mlir.ShardingContext):
-            if context.num_devices == 1:
-                function = local
-            elif context.device_assignment is None:
-                function = reference
-        return mlir.lower_fun(function, multiple_results=False)(ctx, *operands, **params)
-
-    return lower
-
-
-@functools.lru_cache(maxsize=1024)
-def _spreading(local: Local, spec: Any, rule: str) -> Any:
-    left, _, right = rule.partition(" -> ")
-    factors = [operand.split() for operand in left.split(",")]
-    by_panels = right.endswith("(p c)")
-    between = [None] * (len(right.replace("(p c)", "p").split()) - 2)
-
-    @custom_partitioning
-    def run(*operands):
-        return local(*operands, spec=spec)
-
-    def partition(mesh, operands, result):
-        if mesh.empty:
-            return whole_everywhere(mesh, functools.partial(local, spec=spec), operands, result)
-        places = mesh_axes(result, mesh)
-        rows, columns = places[0] if right[0] == "m" else None, places[-1]
-        ways = ways_of(mesh, columns)
-        if not by_panels or (spec.n // COLUMNS) % ways:
-            columns, ways = None, 1
-        mine = dataclasses.replace(spec, n=spec.n // ways) if ways > 1 else spec
-        shared = {"m": rows, "p": columns}
-        inputs = tuple(
-            NamedSharding(mesh, PartitionSpec(*map(shared.get, operand))) for operand in factors
-        )
-        output = NamedSharding(mesh, PartitionSpec(rows, *between, columns))
-        return mesh, functools.partial(local, spec=mine), output, inputs
-
-    run.def_partition(partition, sharding_rule=rule, decode_shardings=False)
-    return run
 
 
 def weight_rule(panel: str, has_zero: bool) -> list[str]:

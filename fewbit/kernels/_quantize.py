@@ -1,20 +1,22 @@
-"""Floats to int8 codes on the way to a product: native on one CPU device, XLA's program elsewhere.
+"""Floats to int8 codes, and rows to their largest magnitude: native on one CPU device, else XLA.
 
-XLA needs several passes over memory for it, some of them on one thread and value by value, and in
-a quantized training step there are six such operands for three products.
+For the codes XLA needs several passes over memory, some of them on one thread and value by value,
+and in a quantized training step there are six such operands for three products.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from fewbit.kernels._native import native_available
+from fewbit.kernels._library import native_available
+from fewbit.kernels._partition import lower_alone, run_eagerly
 from fewbit.qarray import HowToQuantize, QArray, quantize_with
 
 # Fewer values are quantized before a call has begun.
@@ -77,12 +79,7 @@ def _axes(x: jax.Array, how: HowToQuantize) -> tuple[int, int] | None:
 
 quantize_int8_p = Primitive("fewbit_quantize_int8")
 quantize_int8_p.multiple_results = True
-
-
-@quantize_int8_p.def_impl
-def _run(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> Any:
-    with jax.disable_jit(False):
-        return _compiled(x, *factor, axes=axes)
+run_eagerly(quantize_int8_p, quantize_int8_p.bind)
 
 
 @quantize_int8_p.def_abstract_eval
@@ -102,10 +99,7 @@ def _reference(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> list[
 def _call(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> list[jax.Array]:
     first, last = axes
     scale = (*x.shape[:first], *[1] * (last - first), *x.shape[last:])
-    results = (
-        jax.ShapeDtypeStruct(x.shape, jnp.int8),
-        jax.ShapeDtypeStruct(scale, jnp.float32),
-    )
+    results = jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct(scale, jnp.float32)
     numbers = dict(first=np.int64(first), last=np.int64(last))
     if not factor:
         return list(jax.ffi.ffi_call("fewbit_quantize_int8", results)(x, **numbers))
@@ -116,24 +110,15 @@ def _call(x: jax.Array, *factor: jax.Array, axes: tuple[int, int]) -> list[jax.A
     return list(call(x, values, **numbers))
 
 
-def _lower_on_cpu(ctx: mlir.LoweringRuleContext, *operands: Any, axes: tuple[int, int]) -> Any:
-    context = ctx.module_context.axis_context
-    alone = isinstance(context, mlir.ShardingContext) and context.num_devices == 1
-    leaves = ctx.module_context.lowering_parameters.for_export
-    function = _call if alone and not leaves else _reference
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, axes=axes)
-
-
-mlir.register_lowering(quantize_int8_p, mlir.lower_fun(_reference, multiple_results=True))
-mlir.register_lowering(quantize_int8_p, _lower_on_cpu, platform="cpu")
+lower_alone(quantize_int8_p, _call, _reference)
 
 
 def _jvp(primals: Any, tangents: Any, *, axes: tuple[int, int]) -> Any:
     if all(isinstance(t, ad.Zero) for t in tangents):
         out = quantize_int8_p.bind(*primals, axes=axes)
         return out, [ad.Zero(jax.typeof(one).to_tangent_aval()) for one in out]
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(lambda *operands: _reference(*operands, axes=axes), tuple(primals), tangents)
+    whole = tuple(map(ad.instantiate_zeros, tangents))
+    return jax.jvp(functools.partial(_reference, axes=axes), tuple(primals), whole)
 
 
 ad.primitive_jvps[quantize_int8_p] = _jvp
@@ -154,6 +139,60 @@ def _batch(args: Any, dims: Any, *, axes: tuple[int, int]) -> Any:
 
 
 batching.primitive_batchers[quantize_int8_p] = _batch
-_compiled = jax.jit(
-    lambda *operands, axes: quantize_int8_p.bind(*operands, axes=axes), static_argnames="axes"
+
+
+# --- Row-wise absolute maximum: the smallest kernel, called without a primitive -------------------
+
+_MSG_SCALAR = (
+    "absmax_rows reduces the last axis, but x is a scalar. Give it an axis: x.reshape(1), "
+    "or use jnp.abs(x)."
 )
+_MSG_TYPE = (
+    "absmax_rows is for floating-point arrays, but x is {dtype}{shape}. Convert it first: "
+    "x.astype(jnp.float32)."
+)
+
+
+@jax.custom_jvp
+def absmax_rows(x: jax.Array) -> jax.Array:
+    """The largest magnitude along the last axis, in x's own type. NaN stays NaN.
+
+    Float32 on a CPU runs natively where the compiled part is there, everything else through XLA;
+    the results are equal. (Subnormal numbers excepted: the native form keeps what XLA may flush.)
+
+    Args:
+      x: floating-point array of one or more axes.
+
+    Returns:
+      Array of shape `x.shape[:-1]`; zeros if the last axis is empty.
+
+    >>> import jax.numpy as jnp
+    >>> absmax_rows(jnp.array([[1.0, -3.0], [0.5, 0.25]])).tolist()
+    [3.0, 0.5]
+    """
+    if jnp.ndim(x) == 0:
+        raise ValueError(_MSG_SCALAR)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(_MSG_TYPE.format(dtype=x.dtype, shape=list(x.shape)))
+    if x.dtype != jnp.float32 or not native_available():
+        return _absmax_rows_xla(x)
+    return jax.lax.platform_dependent(x, cpu=_absmax_rows_native, default=_absmax_rows_xla)
+
+
+@absmax_rows.defjvp
+def _absmax_rows_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # A native call has no derivative of its own; the reference's is the definition.
+    _, tangent = jax.jvp(_absmax_rows_xla, primals, tangents)
+    return absmax_rows(*primals), tangent
+
+
+def _absmax_rows_xla(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), axis=-1, initial=0)
+
+
+def _absmax_rows_native(x: jax.Array) -> jax.Array:
+    result = jax.ShapeDtypeStruct(x.shape[:-1], x.dtype)
+    # The handler takes any number of leading axes, so a batch is one more of them.
+    return jax.ffi.ffi_call("fewbit_absmax_rows", result, vmap_method="broadcast_all")(x)

@@ -9,16 +9,16 @@
 ['w_lora_a', 'w_lora_b']
 """
 
-from fewbit._plan_adapter import AdapterPlan as AdapterPlan
-from fewbit.adapter_init import init as init
-from fewbit.adapter_params import LoraParams as LoraParams
-from fewbit.lora.merging import MergeReport as MergeReport
-from fewbit.lora.merging import base_rules as base_rules
-from fewbit.lora.merging import merge_lora as merge_lora
-from fewbit.lora.peft_reading import load_adapters as load_adapters
-from fewbit.lora.peft_writing import save_adapters as save_adapters
-from fewbit.lora.selecting import adapters as adapters
-from fewbit.lora.selecting import mask as mask
-from fewbit.lora.selecting import split as split
-from fewbit.lora.selecting import with_adapters as with_adapters
-from fewbit.lora.selecting import without_adapters as without_adapters
+from fewbit.adapters import init as init
+from fewbit.lora._merge import MergeReport as MergeReport
+from fewbit.lora._merge import adapters as adapters
+from fewbit.lora._merge import base_rules as base_rules
+from fewbit.lora._merge import mask as mask
+from fewbit.lora._merge import merge_lora as merge_lora
+from fewbit.lora._merge import split as split
+from fewbit.lora._merge import with_adapters as with_adapters
+from fewbit.lora._merge import without_adapters as without_adapters
+from fewbit.lora._peft import load_adapters as load_adapters
+from fewbit.lora._peft import save_adapters as save_adapters
+from fewbit.planning import AdapterPlan as AdapterPlan
+from fewbit.planning import LoraParams as LoraParams

@@ -8,17 +8,32 @@ from typing import Any
 
 import jax
 
-from fewbit import trained_statistics
-from fewbit._plan import Plan
-from fewbit.adapter_run import DROPOUT
-from fewbit.adapter_trees import split_adapters
-from fewbit.calls import Cache, Call, given_back, is_array, kept, key_name, split_call
-from fewbit.engine import Runner
-from fewbit.learned_scales import split_learned
-from fewbit.models.planning import FloatRun, empty_histories_of, plan_runs
-from fewbit.static_scales import NOISE, STREAM, QuantizedParams, ScaleName, name_of_site
-from fewbit.stored_checks import holder_cure
-from fewbit.training.delayed import SUFFIX
+from fewbit._util import key_name
+from fewbit.adapters import DROPOUT
+from fewbit.interpreter import (
+    Cache,
+    Call,
+    FloatRun,
+    Runner,
+    empty_histories_of,
+    given_back,
+    is_array,
+    kept,
+    plan_runs,
+    split_call,
+)
+from fewbit.planning import (
+    NOISE,
+    STREAM,
+    Plan,
+    QuantizedParams,
+    ScaleName,
+    holder_cure,
+    name_of_site,
+    split_adapters,
+)
+from fewbit.training import SUFFIX, split_learned
+from fewbit.training import entry as statistics_entry
 
 _ENTRIES = tuple(f"{side}_{part}" for side in ("lhs", "rhs") for part in ("scale", "zero_point"))
 _MSG_ENTRY = (
@@ -53,7 +68,7 @@ def _name(keypath: tuple[Any, ...]) -> str | None:
         return ScaleName(name_of_site(site, name))
     if keypath[0].idx == 5:
         site, side, key = (k.key for k in keypath[1:])
-        return ScaleName(trained_statistics.entry(name_of_site(site, side), key))
+        return ScaleName(statistics_entry(name_of_site(site, side), key))
     if keypath[0].idx == 4:
         return ScaleName(keypath[1].key)
     if keypath[0].idx == 3:

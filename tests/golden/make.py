@@ -1,6 +1,6 @@
 """Makes the golden checkpoints: once, and never again. Files of old must stay readable.
 
-    PYTHONPATH=tests python tests/golden/make.py <name> ...
+    PYTHONPATH=tests/support python tests/golden/make.py <name> ...
 
 Each folder holds a checkpoint and, in `expected.json`, the numbers its parameters decode to (for
 some, also those it was made from). A new format version adds folders and leaves these as they are.
@@ -129,8 +129,8 @@ MAKERS = {
 
 def numbers(tree):
     """{path: flat list} of the float leaves of a tree, quantized ones decoded."""
-    from fewbit.boxes import is_box, unbox_parts, unboxed
-    from fewbit.io._tree import map_leaves
+    from fewbit.io.checkpoint._tree import map_leaves
+    from fewbit.qarray import is_box, unbox_parts, unboxed
 
     found = {}
 

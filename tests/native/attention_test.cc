@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "cached_attention.h"
+#include "attention/cached_attention.h"
 #include "pack_code.h"
 #include "team.h"
 

@@ -11,7 +11,7 @@
 #include <cstring>
 #include <limits>
 
-#include "matmul_kernels.h"
+#include "matmul/kernels.h"
 
 namespace fewbit {
 

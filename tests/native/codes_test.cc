@@ -9,8 +9,8 @@
 #include <limits>
 #include <vector>
 
-#include "bf16.h"
-#include "codes_dot.h"
+#include "common/bf16.h"
+#include "codes/dot.h"
 #include "pack_code.h"
 #include "team.h"
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "bf16.h"
-#include "conv.h"
+#include "common/bf16.h"
+#include "conv/conv.h"
 #include "pack_code.h"
 #include "team.h"
 

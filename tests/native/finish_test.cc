@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "bf16.h"
-#include "finish.h"
-#include "matmul.h"
+#include "common/bf16.h"
+#include "common/finish.h"
+#include "matmul/matmul.h"
 #include "pack_code.h"
 #include "team.h"
 #include "weight_case.h"
@@ -26,7 +26,7 @@ constexpr Elementwise kAll[] = {
     Elementwise::kSiluFdlibmOnce, Elementwise::kSiluFdlibmTwice,
     Elementwise::kSigmoidCephesOnce, Elementwise::kSigmoidCephesTwice,
     Elementwise::kSigmoidFdlibmOnce, Elementwise::kSigmoidFdlibmTwice};
-constexpr double kTolerance = 4 * 0x1p-23;  // FUSED_ACTIVATION of tests/tolerances.py
+constexpr double kTolerance = 4 * 0x1p-23;  // FUSED_ACTIVATION of tests/support/tolerances.py
 
 double Exact(Elementwise activation, double x) {
   switch (activation) {

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "bf16.h"
-#include "matmul.h"
-#include "matmul_transposed.h"
+#include "common/bf16.h"
+#include "matmul/matmul.h"
+#include "matmul/transposed.h"
 #include "pack_code.h"
 #include "team.h"
 #include "weight_case.h"

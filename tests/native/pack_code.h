@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "isa.h"
-#include "matmul.h"
+#include "isa/isa.h"
+#include "matmul/matmul.h"
 
 namespace fewbit {
 

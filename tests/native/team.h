@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "parallel.h"
+#include "common/parallel.h"
 
 namespace fewbit {
 

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "bf16.h"
-#include "matmul.h"
+#include "common/bf16.h"
+#include "matmul/matmul.h"
 #include "pack_code.h"
 #include "team.h"
 

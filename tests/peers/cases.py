@@ -212,8 +212,8 @@ PRODUCTS = (
     _conv("grouped", _IMAGE, _with(_KERNEL, shape=(3, 3, 3, 10)), feature_group_count=2),
     _conv("NCHW", _with(_IMAGE, shape=(2, 6, 9, 8)), _with(_KERNEL, shape=(10, 6, 3, 3),
           channelwise=(0,)), dimension_numbers=("NCHW", "OIHW", "NCHW")),
-    # Problems whose error against float is bounded for TPUs (tests/test_ops_conv.py): on a CPU the
-    # peer is as far from float as we are.
+    # Problems whose error against float is bounded for TPUs (tests/ops/test_ops_conv.py): on a CPU
+    # the peer is as far from float as we are.
     _conv("NCHW bfloat16", *_bfloat16((10, 5, 40, 30), (2, 5, 3, 3), 0),
           dimension_numbers=("NCHW", "OIHW", "NCHW")),
     _conv("NHWC bfloat16", *_bfloat16((10, 40, 30, 5), (3, 3, 5, 2), 3)),

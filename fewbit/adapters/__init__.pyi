@@ -1,0 +1,12 @@
+from fewbit.adapters._provider import LoraProvider as LoraProvider
+from fewbit.adapters._run import DROPOUT as DROPOUT
+from fewbit.adapters._run import Adapters as Adapters
+from fewbit.adapters._run import add_to_rows as add_to_rows
+from fewbit.adapters._run import check_adapters as check_adapters
+from fewbit.adapters._run import check_leaf as check_leaf
+from fewbit.adapters._run import check_plan as check_plan
+from fewbit.adapters._run import check_shape as check_shape
+from fewbit.adapters._run import factor_names as factor_names
+from fewbit.adapters._run import fresh as fresh
+from fewbit.adapters._run import init as init
+from fewbit.adapters._run import place as place

@@ -1,1 +1,0 @@
-"""What a mode does at a Site: providers, from rules to quantized products."""

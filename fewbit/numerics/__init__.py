@@ -1,0 +1,30 @@
+"""What a format is, and how a number becomes a code and bits."""
+
+from fewbit.numerics._bits import from_bit_patterns as from_bit_patterns
+from fewbit.numerics._bits import pack_bits as pack_bits
+from fewbit.numerics._bits import pack_pieces as pack_pieces
+from fewbit.numerics._bits import packed_length as packed_length
+from fewbit.numerics._bits import to_bit_patterns as to_bit_patterns
+from fewbit.numerics._bits import unpack as unpack
+from fewbit.numerics._bits import unpack_bits as unpack_bits
+from fewbit.numerics._codes import NF4 as NF4
+from fewbit.numerics._codes import NoiseFn as NoiseFn
+from fewbit.numerics._codes import can_dequant_on_output as can_dequant_on_output
+from fewbit.numerics._codes import convert_from as convert_from
+from fewbit.numerics._codes import convert_to as convert_to
+from fewbit.numerics._codes import fp_to_nf4 as fp_to_nf4
+from fewbit.numerics._codes import get_asymmetric_bound as get_asymmetric_bound
+from fewbit.numerics._codes import get_nf4_buckets as get_nf4_buckets
+from fewbit.numerics._codes import get_symmetric_bound as get_symmetric_bound
+from fewbit.numerics._codes import nf4_to_fp as nf4_to_fp
+from fewbit.numerics._codes import should_quantize as should_quantize
+from fewbit.numerics._formats import ALIASES as ALIASES
+from fewbit.numerics._formats import FORMATS as FORMATS
+from fewbit.numerics._formats import Format as Format
+from fewbit.numerics._formats import QType as QType
+from fewbit.numerics._formats import bits_per_weight as bits_per_weight
+from fewbit.numerics._formats import canonical_qtype as canonical_qtype
+from fewbit.numerics._formats import dtype_bits as dtype_bits
+from fewbit.numerics._formats import format_of as format_of
+from fewbit.numerics._formats import qtype_name as qtype_name
+from fewbit.numerics._formats import wider as wider

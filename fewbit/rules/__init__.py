@@ -1,0 +1,31 @@
+"""What people write down: rules and training configs, checked, and as text."""
+
+from fewbit.rules._checks import check_axes as check_axes
+from fewbit.rules._checks import check_bool as check_bool
+from fewbit.rules._checks import check_calibration as check_calibration
+from fewbit.rules._checks import check_choice as check_choice
+from fewbit.rules._checks import check_scale_dtype as check_scale_dtype
+from fewbit.rules._checks import check_tile as check_tile
+from fewbit.rules._checks import same_value as same_value
+from fewbit.rules._rules import INITIALIZERS as INITIALIZERS
+from fewbit.rules._rules import LoraRule as LoraRule
+from fewbit.rules._rules import QtRule as QtRule
+from fewbit.rules._rules import QuantizationRule as QuantizationRule
+from fewbit.rules._rules import changed_fields as changed_fields
+from fewbit.rules._rules import first_match as first_match
+from fewbit.rules._rules import upgrade as upgrade
+from fewbit.rules._rules import with_defaults as with_defaults
+from fewbit.rules._text import rule_from_dict as rule_from_dict
+from fewbit.rules._text import rule_to_dict as rule_to_dict
+from fewbit.rules._text import rules_from_json as rules_from_json
+from fewbit.rules._text import rules_from_yaml as rules_from_yaml
+from fewbit.rules._text import rules_to_json as rules_to_json
+from fewbit.rules._text import rules_to_list as rules_to_list
+from fewbit.rules._text import rules_to_yaml as rules_to_yaml
+from fewbit.rules._training import ConvGeneralQtConfig as ConvGeneralQtConfig
+from fewbit.rules._training import DotGeneralQtConfig as DotGeneralQtConfig
+from fewbit.rules._training import GradientSettings as GradientSettings
+from fewbit.rules._training import RaggedDotQtConfig as RaggedDotQtConfig
+from fewbit.rules._training import check_config as check_config
+from fewbit.rules._training import gradient_how as gradient_how
+from fewbit.rules._vllm import rules_to_vllm as rules_to_vllm
