@@ -47,9 +47,7 @@ def rules_for(model: nnx.Module, name: str) -> list[fewbit.QuantizationRule]:
 
 def quantized(model: nnx.Module, rules, example: jax.Array) -> nnx.Module:
     """`model` under `rules`, every weight stored in its true number of bits."""
-    smaller = fewbit.quantize_model(model, fewbit.PtqProvider(rules), example)
-    nnx.update(smaller, fewbit.pack(nnx.state(smaller, nnx.Param)))
-    return smaller
+    return fewbit.pack(fewbit.quantize_model(model, fewbit.PtqProvider(rules), example))
 
 
 def calibrated(model: nnx.Module, rules, data: Digits) -> tuple[nnx.Module, fewbit.Statistics]:
