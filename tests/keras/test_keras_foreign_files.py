@@ -1,7 +1,7 @@
 """Files that Neural Compressor 3.10 wrote load as models that fewbit quantized.
 
 They are kept in tests/golden/neural_compressor, with the outputs of their models; tests/peers has
-what wrote them. More of them are made anew in tests/compared/test_peers_files.py.
+what wrote them. More of them are made anew in tests/compared/test_peers_keras_files.py.
 """
 
 import json
