@@ -307,8 +307,13 @@ def decoder(params, tokens):
 
 
 def decoder_params():
-    layers = {"up": 0.1 * normal(2, 128, 256), "down": 0.1 * normal(2, 256, 128)}
-    return {"embed": 0.1 * normal(320, 128), "layers": layers}
+    own = np.random.default_rng(0)  # whichever tests ran before
+
+    def drawn(*shape):
+        return jnp.asarray(0.1 * own.normal(size=shape), jnp.float32)
+
+    layers = {"up": drawn(2, 128, 256), "down": drawn(2, 256, 128)}
+    return {"embed": drawn(320, 128), "layers": layers}
 
 
 RULES = {
@@ -322,7 +327,7 @@ RULES = {
 @pytest.mark.parametrize("name", RULES)
 def test_a_model_runs_natively_and_the_plan_said_so(name):
     rules = [fewbit.QuantizationRule(**RULES[name])]
-    params, tokens = decoder_params(), jnp.array([[3, 7, 11]])
+    params, tokens = decoder_params(), jnp.arange(0, 320, 10)[None]
     plan = fewbit.plan(decoder, rules, params, tokens)
     words = {row.site.op: row.runs_on for row in plan.sites}
     assert words == {
@@ -336,9 +341,14 @@ def test_a_model_runs_natively_and_the_plan_said_so(name):
     assert text.count("fewbit_matmul") >= 3
     through_xla = jax.jit(model).lower(fewbit.unpack(qparams), tokens).as_text()
     assert "fewbit_matmul" not in through_xla
-    # A difference in the last place of a sum may turn a code of the next layer's activations.
-    tolerance = 1e-2 if name == "int8" else 1e-5
-    close(model(qparams, tokens), model(fewbit.unpack(qparams), tokens), tolerance)
+    native, xla = (np.asarray(model(p, tokens)) for p in (qparams, fewbit.unpack(qparams)))
+    apart = np.abs(native - xla).max(-1).ravel() / np.abs(xla).max()
+    # A difference in the last place of a sum may turn a code of the next layer's activations, and
+    # so move all of its row, by less than rounding does.
+    turned = apart > 1e-5
+    assert turned.mean() < (0.4 if name == "int8" else 0.01)
+    rounding = np.abs(xla - np.asarray(decoder(params, tokens))).max(-1).ravel()
+    assert (apart[turned] * np.abs(xla).max() < rounding[turned]).all()
     packed = fewbit.pack(fewbit.unpack(qparams))
     np.testing.assert_array_equal(model(packed, tokens), model(qparams, tokens))
 
