@@ -8,6 +8,7 @@ and so on; a model that is quantized again to the same plan is the same model. E
 
 import atexit
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from fewbit._util import write_atomically
-from fewbit.as_qwix._modules import put_in_place
 from fewbit.models import front_end, is_nnx, plan
 from fewbit.planning import Plan
 
@@ -38,8 +38,9 @@ _MSG_FAILED = "fewbit: --plan {path}: no plan of {name}: {kind}: {error}"
 def write_plans(path: str) -> None:
     """From now on, write the plan of each model that is quantized by one of Qwix's names."""
     plans = Plans(Path(path))
-    for module, name in _PLACES:
-        put_in_place(module, name, plans.watched)
+    for home, name in _PLACES:
+        module = importlib.import_module(home)
+        vars(module)[name] = plans.watched(getattr(module, name))
     atexit.register(plans.finish)
 
 

@@ -10,9 +10,9 @@ from fewbit._util import stand_in_for
 
 NAME = "someone_elses"
 MODULES = {
-    "": {"__version__": "platform:__name__"},
-    "core": {"sqrt": "math", "root": "math:sqrt", "limit": 7},
-    "core.inner": {"pi": "math"},
+    "": {"__version__": "platform.__name__"},
+    "core": {"sqrt": "math.sqrt", "root": "math.sqrt", "limit": 7},
+    "core.inner": {"pi": "math.pi"},
 }
 REFUSED = {"core": {"train": "write fit"}, "gpu": {"": "it is not for CPUs"}}
 
