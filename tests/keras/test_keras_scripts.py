@@ -338,7 +338,7 @@ def vit(folder):
 def run(folder, *words):
     """What a script prints that runs as a user runs it, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    del environment["KERAS_BACKEND"]  # scripts say it themselves
+    environment.pop("KERAS_BACKEND", None)  # scripts say it themselves
     flags = environment.get("XLA_FLAGS", "").split()  # one device, as a user has
     environment["XLA_FLAGS"] = " ".join(flag for flag in flags if "device_count" not in flag)
     command = [sys.executable, "-m", "fewbit.as_neural_compressor", *words]
