@@ -16,7 +16,7 @@ from fewbit import rules as rules
 from fewbit import training as training
 from fewbit._version import __version__ as __version__
 from fewbit.adapters._provider import LoraProvider as LoraProvider
-from fewbit.as_qwix._modules import install_as_qwix as install_as_qwix
+from fewbit.as_qwix._install import install_as_qwix as install_as_qwix
 from fewbit.calibration._observers import Observer as Observer
 from fewbit.calibration._registry import register_observer as register_observer
 from fewbit.calibration._statistics import Statistics as Statistics

@@ -5,12 +5,11 @@ its place. `fewbit.__getattr__` comes here for every name that `fewbit` itself d
 """
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from fewbit._util import homes, nearest
+from fewbit._util import homes, nearest, refusal
 from fewbit.providers._provider import QuantizationProvider
 
 _MSG_LATER = "fewbit.{name} is not there yet. It will {what}. Until then, {until}."
@@ -130,17 +129,8 @@ class LaterModule(ModuleType):
         raise NotImplementedError(message(self.__name__.rpartition(".")[2]))
 
 
-def _function(name: str) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(message(name))
-
-    stub.__name__ = stub.__qualname__ = name
-    stub.__doc__ = message(name)
-    return stub
-
-
 _STANDINS: dict[str, Any] = {
-    **{name: _function(name) for name in (*LATER, *NEVER)},
+    **{name: refusal(f"fewbit.{name}", message(name)) for name in (*LATER, *NEVER)},
     **{name: LaterModule(f"fewbit.contrib.{name}", message(name)) for name in MODULES},
     **{cls.__name__: cls for cls in _CLASSES},
 }

@@ -22,7 +22,12 @@ from fewbit._util._names import nearest as nearest
 from fewbit._util._patterns import Pattern as Pattern
 from fewbit._util._patterns import PatternError as PatternError
 from fewbit._util._patterns import compile_pattern as compile_pattern
+from fewbit._util._programs import UsageError as UsageError
 from fewbit._util._programs import run_program as run_program
+from fewbit._util._stand_in import Fixed as Fixed
+from fewbit._util._stand_in import Said as Said
+from fewbit._util._stand_in import found_at as found_at
+from fewbit._util._stand_in import refusal as refusal
 from fewbit._util._stand_in import stand_in_for as stand_in_for
 from fewbit._util._text import COMFORT as COMFORT
 from fewbit._util._text import MIN_WIDTH as MIN_WIDTH

@@ -31,7 +31,8 @@ _MSG_OPTION = "unknown option {option!r}.{near} Options of the program go after 
 _MSG_VALUE = "{option} needs {what} after it"
 _MSG_NO_MODULE = "no module named {name!r}"
 _MSG_PACKAGE = "{name!r} is a package without a __main__ and cannot be run"
-_MSG_NO_FILE = "can't open file {path!r}: {why}"
+_MSG_NO_FILE = "can't open file {path!r}: {why}{module}"
+_MSG_IS_MODULE = ". A module is named after -m: -m {path}"
 
 
 class UsageError(Exception):
@@ -120,13 +121,24 @@ def _module(name: str) -> Callable[[], object]:
 def _script(path: str) -> Callable[[], object]:
     """What `python path` does."""
     if os.path.isdir(path) or path.endswith((".zip", ".pyz")):
-        return functools.partial(runpy.run_path, path, run_name="__main__")
+        return functools.partial(_run_packed, path)
     try:
         with io.open_code(os.path.abspath(path)) as file:
             source = file.read()
     except OSError as error:
-        raise UsageError(_MSG_NO_FILE.format(path=path, why=error.strerror)) from error
+        parts = path.split(".")
+        is_name = all(map(str.isidentifier, parts)) and parts[-1] != "py"
+        module = _MSG_IS_MODULE.format(path=path) if is_name else ""
+        text = _MSG_NO_FILE.format(path=path, why=error.strerror, module=module)
+        raise UsageError(text) from error
     return functools.partial(_run_source, path, source)
+
+
+def _run_packed(path: str) -> None:
+    """A folder or an archive, which is `sys.path[0]` itself, in place of the working folder."""
+    if not sys.flags.safe_path:
+        del sys.path[0]
+    runpy.run_path(path, run_name="__main__")
 
 
 def _run_source(path: str, source: bytes) -> None:

@@ -18,7 +18,7 @@ _KERAS, _COMPAT = "fewbit.keras", "fewbit.keras._compat"
 
 
 def _from(home: str, names: str) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), home)
+    return {name: f"{home}.{name}" for name in names.split()}
 
 
 _CONFIGS = _from(_KERAS, "DynamicQuantConfig StaticQuantConfig JaxBaseConfig JaxComposableConfig")
@@ -32,9 +32,9 @@ _UTILITY = _from(
 )
 _QUANTIZE = _from(_KERAS, "quantize_model")
 _COMMON = {"logger": logging.getLogger("fewbit")}
-_ITS_VERSION = {"__version__": f"{__name__}:VERSION"}
+_ITS_VERSION = {"__version__": f"{__name__}.VERSION"}
 
-# {module: {name: where it is}}
+# {module: {name: the full name of what it is}}
 MODULES: dict[str, dict[str, Any]] = {
     "": _ITS_VERSION,
     "common": {**_COMMON, **_ITS_VERSION},
@@ -72,6 +72,7 @@ _WRAPPED = (
     "save, load_model and from_preset read and write it"
 )
 _TUNING = "the JAX backend has no tuning: write the config that you want"
+_LOGGING = "write logging.getLogger('fewbit')"
 _WRITE = "write fewbit.keras.quantize_model(model, config, calib_function)"
 
 # {module: {name: why it is not there}}; '' for a whole module.
@@ -80,6 +81,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "common": dict.fromkeys(
         ("options", "set_workspace", "set_resume_from", "set_tensorboard", "TuningLogger"), _TUNING
     )
+    | dict.fromkeys(("Logger", "level", "level_name", "log_process"), _LOGGING)
     | {"set_random_seed": "write keras.utils.set_random_seed(seed)"},
     "common.base_config": {"": "write StaticQuantConfig or DynamicQuantConfig"},
     "common.base_tuning": {"": _TUNING},
@@ -100,6 +102,7 @@ REFUSED: dict[str, dict[str, str]] = {
         _MADE,
     ),
     "jax.quantization.saving": {"": _WRAPPED},
+    "jax.utils.utility": {"add_fp8_support": "Keras stays as it is, and codes are saved without"},
 }
 
 

@@ -5,5 +5,5 @@
 'fewbit.quantize_model'
 """
 
-from fewbit.as_qwix._modules import install_as_qwix as install_as_qwix
+from fewbit.as_qwix._install import install_as_qwix as install_as_qwix
 from fewbit.as_qwix._table import TABLE as TABLE

@@ -8,6 +8,8 @@ is in Qwix and what comes nearest here. A `Fixed` name has one value and takes n
 from dataclasses import dataclass
 from typing import Any
 
+from fewbit._util import Fixed
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -16,14 +18,6 @@ class Refused:
     what: str
     instead: str
     kind: str = "function"
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """A setting of Qwix's modules that has one value here, and why."""
-
-    value: Any
-    why: str = ""
 
 
 Entry = str | Refused | Fixed
@@ -42,7 +36,8 @@ def _refused(what: str, instead: str, functions: str = "", classes: str = "") ->
 
 
 _OWN = "fewbit.as_qwix._own"
-_ANY = Fixed(Any)
+_ANY = Fixed(Any, "it is a name for annotations")
+_VERSION = Fixed("0.1.8", "it tells which version of Qwix has these names")
 _NO_MODULE = (
     "it reads or changes the Flax module that runs at the moment",
     "a provider's method runs where the traced program has a product, where no module is. Its "
@@ -144,10 +139,9 @@ TABLE: dict[str, dict[str, Entry]] = {
         **_from("fewbit", "process_prequantized_params restore_quantization_rules QuantStat"),
         **_PROVIDERS,
         "ragged_dot_general": f"{_OWN}.ragged_general",
-        # The interface is that of this version.
-        "__version__": Fixed("0.1.8"),
+        "__version__": _VERSION,
     },
-    "qwix.version": {"__version__": Fixed("0.1.8")},
+    "qwix.version": {"__version__": _VERSION},
     "qwix.pallas": _from(
         "fewbit.pallas",
         "QArray quantize dequantize get_current_rule pallas_call dot_general dot einsum",

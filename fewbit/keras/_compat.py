@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from fewbit._util import refusal
 from fewbit.calibration import CalibrationError
 from fewbit.keras.config._fields import effective_weight_method
 from fewbit.keras.layers._classes import PREFIXES, quantized_class
@@ -44,6 +45,11 @@ NEVER = {
         "quantize_model(model, config, lambda model: model.generate(prompts))"
     ),
 }
+
+globals().update(
+    (name, refusal(f"fewbit.keras.{name}", _MSG_NEVER.format(name=name, why=why)))
+    for name, why in NEVER.items()
+)
 
 dtype_mapping = {name: format_of(name).storage for name in ("int8", "fp8", "fp8_e4m3", "fp8_e5m2")}
 
@@ -162,20 +168,6 @@ def iterate_over_layers(
             for operation in wanted:
                 operation(layer)
     return model
-
-
-def _stand_in(name: str) -> Callable[..., Any]:
-    message = _MSG_NEVER.format(name=name, why=NEVER[name])
-
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(message)
-
-    stub.__name__ = stub.__qualname__ = name
-    stub.__doc__ = message
-    return stub
-
-
-globals().update({name: _stand_in(name) for name in NEVER})
 
 
 def __getattr__(name: str) -> Any:

@@ -186,14 +186,14 @@ class QuantizationProvider:
         ]
 
     def process_model_inputs(
-        self, model: Any, args: tuple, kwargs: dict
+        self, model: Any, model_args: tuple, model_kwargs: dict
     ) -> tuple[Any, tuple, dict]:
         """A hook before a quantized model is called; returns what to call it with."""
-        return model, args, kwargs
+        return model, model_args, model_kwargs
 
-    def process_model_output(self, method_name: str, output: Any) -> Any:
+    def process_model_output(self, method_name: str, model_output: Any) -> Any:
         """A hook after a quantized model was called."""
-        return output
+        return model_output
 
     def _get_current_rule_and_op_id(
         self, op_name: str, *, only_rule: bool = False, repeated_call: bool = False

@@ -2,24 +2,27 @@
 
 import importlib
 import importlib.util
+import inspect
+import pkgutil
 import sys
 import types
 import warnings
 
+import jax.numpy as jnp
 import pytest
 from helpers import says
+from qwix_away import is_ours
 from qwix_away import qwix as qwix
 from qwix_away import without_qwix as without_qwix
 
 import fewbit
-from fewbit.as_qwix._modules import Finder
 
 
 def test_installing_twice_is_installing_once(qwix):
     before = list(sys.meta_path)
     fewbit.install_as_qwix()
     assert sys.meta_path == before and importlib.import_module("qwix") is qwix
-    assert sum(isinstance(finder, Finder) for finder in before) == 1
+    assert sum(is_ours(finder) for finder in before) == 1
 
 
 def test_qwix_itself_was_imported_first(without_qwix, monkeypatch):
@@ -33,7 +36,7 @@ def test_qwix_itself_was_imported_first(without_qwix, monkeypatch):
         "python -m fewbit.as_qwix SCRIPT.py ARGS",
     ):
         fewbit.install_as_qwix()
-    assert not any(isinstance(finder, Finder) for finder in sys.meta_path)
+    assert not any(is_ours(finder) for finder in sys.meta_path)
 
 
 def test_a_submodule_of_qwix_itself_was_imported_first(without_qwix, monkeypatch):
@@ -105,6 +108,29 @@ def test_a_name_that_the_program_replaces(qwix):
     assert fewbit.quantize is not print
 
 
+def test_what_was_replaced_is_put_back_without_a_word(qwix):
+    from qwix._src.utils import flax_util
+
+    original = flax_util.find_param
+    with pytest.warns(UserWarning, match="replaces qwix._src.utils.flax_util.find_param"):
+        flax_util.find_param = print
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flax_util.find_param = original
+
+
+def test_refused_names_that_are_asked_for_as_classes(qwix):
+    from qwix._src.utils.flax_util import find_param
+
+    for use in (
+        lambda: isinstance(1, find_param),
+        lambda: issubclass(int, find_param),
+        lambda: type("Mine", types.resolve_bases((find_param,)), {}),
+    ):
+        with says(NotImplementedError, "qwix._src.utils.flax_util.find_param is not in fewbit: "):
+            use()
+
+
 def test_settings_that_have_one_value(qwix):
     from qwix._src.core import qarray
 
@@ -117,10 +143,31 @@ def test_settings_that_have_one_value(qwix):
     ):
         qarray.USE_RECIPROCAL_FOR_QUANTIZATION = True
     assert qarray.USE_RECIPROCAL_FOR_QUANTIZATION is False and qwix.__version__ == "0.1.8"
+    with says(NotImplementedError, "cannot be 3: it is a name for annotations."):
+        qarray.ShapeT = 3
+
+
+def test_modules_are_reloaded_and_gone_through_as_others_are(qwix):
+    found = qwix.QArray
+    assert importlib.reload(qwix) is qwix and qwix.QArray is found
+    inner = importlib.import_module("qwix._src.core.qarray")
+    assert importlib.reload(inner) is inner and inner.QArray is found
+    space = {}
+    exec("import qwix._src.core\nfound = qwix._src.core.qarray.QArray", space)
+    assert space["found"] is found
+    assert "class QArray" in inspect.getsource(found)
+    assert inspect.getmodule(found).__name__.startswith("fewbit.")
+    assert not list(pkgutil.walk_packages(qwix.__path__, "qwix."))
 
 
 def test_quantized_values_are_pickled_by_names_of_fewbit(qwix):
     import pickle
 
+    from qwix.contrib.gptq import GptqRule
+
+    assert pickle.loads(pickle.dumps(GptqRule)) is GptqRule
+    x = qwix.quantize(jnp.ones((2, 8)), "int8")
+    assert (pickle.loads(pickle.dumps(x)).qvalue == x.qvalue).all()
+    assert b"qwix" not in pickle.dumps(x)
     rule = qwix.QtRule(weight_qtype="int8")
     assert b"qwix" not in pickle.dumps(rule) and pickle.loads(pickle.dumps(rule)) == rule

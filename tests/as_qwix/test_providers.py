@@ -105,12 +105,14 @@ def test_rules_that_a_provider_changes(qwix):
 def test_inputs_and_outputs_that_a_provider_changes(qwix):
     class Shifting(qwix.PtqProvider):
         def process_model_inputs(self, model, model_args, model_kwargs):
-            model, args, kwargs = super().process_model_inputs(model, model_args, model_kwargs)
+            given = dict(model=model, model_args=model_args, model_kwargs=model_kwargs)
+            model, args, kwargs = super().process_model_inputs(**given)
             return model, (args[0] + 1, *args[1:]), kwargs
 
         def process_model_output(self, method_name, model_output):
             assert method_name == "__call__"
-            return super().process_model_output(method_name, model_output) * 2
+            given = dict(method_name=method_name, model_output=model_output)
+            return super().process_model_output(**given) * 2
 
     rules = [qwix.QuantizationRule(weight_qtype="int8")]
     plain = qwix.quantize_model(Block(), qwix.PtqProvider(rules), X)

@@ -5,8 +5,8 @@ import inspect
 import pytest
 from peers.environment import answers_of
 
+from fewbit._util._stand_in import found_at
 from fewbit.as_qwix import TABLE
-from fewbit.as_qwix._modules import found_at
 
 pytestmark = pytest.mark.long
 

@@ -9,21 +9,12 @@ import sys
 
 import keras
 import pytest
+from neural_compressor_away import installed as installed
 
 import fewbit.keras
 from fewbit.as_neural_compressor import MODULES, NAME, REFUSED, install
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def installed():
-    before = list(sys.meta_path)
-    fewbit.keras.install_as_neural_compressor()
-    yield
-    sys.meta_path[:] = before
-    for module in [m for m in sys.modules if m.partition(".")[0] == NAME]:
-        del sys.modules[module]
 
 
 def test_the_function_of_the_library_is_the_runner_s():

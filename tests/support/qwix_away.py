@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from fewbit.as_qwix._modules import ROOT, Finder, install_as_qwix
+from fewbit._util._stand_in import Finder
+from fewbit.as_qwix._install import ROOT, install_as_qwix
 
 
 @pytest.fixture(autouse=True)
@@ -15,8 +16,12 @@ def qwix():
     take_away()
 
 
+def is_ours(finder):
+    return isinstance(finder, Finder) and finder.name == ROOT
+
+
 def take_away():
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not is_ours(finder)]
     for name in [name for name in sys.modules if name.split(".")[0] == ROOT]:
         del sys.modules[name]
 

@@ -10,9 +10,9 @@ from fewbit._util import stand_in_for
 
 NAME = "someone_elses"
 MODULES = {
-    "": {"__version__": "platform:__name__"},
-    "core": {"sqrt": "math", "root": "math:sqrt", "limit": 7},
-    "core.inner": {"pi": "math"},
+    "": {"__version__": "platform.__name__"},
+    "core": {"sqrt": "math.sqrt", "root": "math.sqrt", "limit": 7},
+    "core.inner": {"pi": "math.pi"},
 }
 REFUSED = {"core": {"train": "write fit"}, "gpu": {"": "it is not for CPUs"}}
 
@@ -75,6 +75,9 @@ def test_what_was_imported_before_is_an_error():
         ("from {}.core import train; train()", NotImplementedError, "core.train: write fit"),
         ("from {}.gpu.a import b; b(1)", NotImplementedError, "gpu.a.b: it is not for CPUs"),
         ("import {0}.gpu; {0}.gpu.f()", NotImplementedError, "gpu.f: it is not for CPUs"),
+        ("import {}.core.sqrt", ImportError, "'sqrt' is a name in {}.core and no module"),
+        ("from {} import sqrt", ImportError, "{0} has no 'sqrt'. It is in {0}.core."),
+        ("from {}.core import train; isinstance(1, train)", NotImplementedError, "write fit"),
     ],
 )
 def test_what_is_not_there_says_so(line, error, sentence):
@@ -82,6 +85,15 @@ def test_what_is_not_there_says_so(line, error, sentence):
     with pytest.raises(error) as found:
         exec(line.format(NAME), {})
     assert sentence.format(NAME) in str(found.value)
+
+
+def test_what_a_program_puts_in_the_place_of_a_name_is_told():
+    stand_in()
+    core = importlib.import_module(f"{NAME}.core")
+    with pytest.warns(UserWarning, match=f"replaces {NAME}.core.sqrt, .* It stands for math.sqrt."):
+        core.sqrt = abs
+    core.something_of_its_own = 1
+    assert core.sqrt(-1) == core.something_of_its_own == 1
 
 
 def test_what_is_refused_can_be_imported():
