@@ -1,8 +1,8 @@
 """The house in numbers and as a picture: `make house`.
 
-Counts files, lines and imports of each package, says how many files a call enters, and draws
-docs/house.svg: packages by rank, with lines as thick as their imports are many. Ranks and budgets
-are those that the tests hold the library to (tests/support/house.py).
+Counts files, lines and imports of each package, and circles of files; says how many files a call
+enters; and draws docs/house.svg: packages by rank, with lines as thick as their imports are many.
+Ranks and budgets are those that the tests hold the library to (tests/support/house.py).
 """
 
 import argparse
@@ -18,7 +18,7 @@ import tokenize
 DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
 PACKAGE = ROOT / "fewbit"
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("support", "project"))]
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
 from house import BUDGETS, RANKS, UPHILL  # noqa: E402
@@ -81,6 +81,13 @@ def counted(files):
         row[2] += code_lines(text)
         weights.update((own, other) for other in set(targets(text)) if other != own)
     return {k: (*row, BUDGETS.get(k, 0)) for k, row in rows.items() if row[0]}, weights
+
+
+def circles():
+    """The files that lead to each other by their imports, as the law finds them."""
+    from test_house_laws import LIBRARY, cycle_faults
+
+    return cycle_faults(LIBRARY)
 
 
 # --- Walks: how many files of the library one call enters -----------------------------------------
@@ -218,6 +225,7 @@ def main():
             print(f"{name:14}{files:>7}" + "".join(f"{number:>8,}" for number in numbers))
     uphill = sum(len(text.split("\n")) - 2 for text in UPHILL.values())
     print(f"imports to a higher rank: {uphill}")
+    print(f"circles of files: {len(circles())}")
     print(f"in the flat folder: {', '.join(sorted(p.stem for p in PACKAGE.glob('*.py')))}")
     if not arguments.no_walks:
         print("\nfiles entered    quantizing   first call")

@@ -29,7 +29,16 @@ from fewbit.kernels import would_be_faster
 from fewbit.models import flax_trees, front_end, is_keras
 from fewbit.numerics import dtype_bits, qtype_name
 from fewbit.planning import Plan
-from fewbit.qarray import QArray, WithAux, get_scale_shape, is_box, is_stored, unbox_parts, unboxed
+from fewbit.qarray import (
+    QArray,
+    WithAux,
+    get_scale_shape,
+    is_box,
+    is_leaf,
+    is_stored,
+    unbox_parts,
+    unboxed,
+)
 
 _MSG_NO_PARAMS = (
     "fewbit.report reads stored parameters, and {kind} holds none. Give it the parameters: "
@@ -259,7 +268,6 @@ def _not_counted(collections: Mapping[str, Any]) -> list[str]:
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
     """Arrays and quantized nodes by path, without partitioning boxes around them or their parts."""
-    is_leaf = lambda value: is_stored(value) or is_box(value)  # noqa: E731
     for key, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]:
         value = unboxed(value) if is_box(value) else value
         if isinstance(value, WithAux) and isinstance(value.array, QArray):

@@ -177,6 +177,7 @@ def find_panel_ragged_dot(lhs: Any, rhs: Any, numbers: Any) -> PanelDot | None:
     """The native form of a ragged_dot whose groups are the entries of a stack, or None."""
     if not isinstance(rhs, PanelArray) or len(rhs.lead) != 1 or lhs.ndim != 2:
         return None
+    # The numbers of `lax.ragged_dot` alone: rows in groups, and an entry of the stack for each.
     (summed, batch), roles = numbers.dot_dimension_numbers, rhs.panels.roles
     places = tuple(numbers.lhs_ragged_dimensions), tuple(numbers.rhs_group_dimensions)
     if batch[0] or tuple(summed[0]) != (1,) or places != ((0,), (0,)) or rhs.ndim != 3:

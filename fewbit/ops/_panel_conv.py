@@ -88,6 +88,7 @@ def find_native_conv(
         seen = [(n - 1) * d + 1 for n, d in zip(taps, dilation, strict=True)]
         padding = lax.padtype_to_pads(sizes, seen, window_strides, padding)
 
+    # The kernels slide over two axes: before a single one stands another, of length one.
     def two(values, filler):
         ordered = [values[a] for a in spatial]
         return tuple([filler] * (2 - len(ordered)) + ordered)

@@ -39,6 +39,7 @@ from fewbit.qarray import (
     compute_scale_zero_point,
     get_scale_shape,
     is_box,
+    is_leaf,
     is_stored,
     pack,
     quantize_with_scale_zero_point,
@@ -266,8 +267,7 @@ def quantize_params(
             return _kept(path, value, shape)
         return _quantized(path, value, how, shape, boxed, learned=learned, absmax=known.get(path))
 
-    is_one = lambda value: is_box(value) or is_stored(value)  # noqa: E731
-    result = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_one)
+    result = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_leaf)
     if allow_extra_params:
         result = _without_extra(result)
         result = {} if result is _EXTRA else result
@@ -309,7 +309,7 @@ def _without_extra(tree: Any) -> Any:
             new.update(kept)
             return new
         return type(tree)(kept)  # type: ignore[call-arg]
-    if tree is _EXTRA or is_stored(tree) or is_box(tree):
+    if tree is _EXTRA or is_leaf(tree):
         return tree
     children, structure = jax.tree.flatten(tree, is_leaf=lambda part: part is not tree)
     if not children or children[0] is tree:
@@ -547,7 +547,7 @@ def merge_trainable(floats: Any, rest: Any) -> Any:
         raise ValueError(_MSG_PARTS.format(path=path, what="both have a leaf there"))
 
     try:
-        return jax.tree_util.tree_map_with_path(one, floats, rest, is_leaf=_is_leaf)
+        return jax.tree_util.tree_map_with_path(one, floats, rest, is_leaf=_is_whole)
     except ValueError as error:
         if "do not fit together" in str(error):
             raise
@@ -555,7 +555,7 @@ def merge_trainable(floats: Any, rest: Any) -> Any:
         raise ValueError(_MSG_PARTS.format(path=path, what=what)) from error
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_whole(value: Any) -> bool:
     return value is None or is_stored(value)
 
 
@@ -564,7 +564,7 @@ def _first_difference(floats: Any, rest: Any) -> tuple[str, str]:
     kinds = f"the first is {describe(floats)}, the second {describe(rest)}"
     if type(floats) is not type(rest):
         return "the top", kinds
-    flat = [jax.tree_util.tree_flatten_with_path(t, is_leaf=_is_leaf)[0] for t in (floats, rest)]
+    flat = [jax.tree_util.tree_flatten_with_path(t, is_leaf=_is_whole)[0] for t in (floats, rest)]
     paths = [[jax.tree_util.keystr(key) for key, _ in leaves] for leaves in flat]
     for here, there, which in ((*paths, "first"), (*paths[::-1], "second")):
         only = [path for path in here if path not in set(there)]

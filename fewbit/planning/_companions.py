@@ -23,8 +23,7 @@ from fewbit.qarray import (
     WithAux,
     compute_scale_zero_point,
     get_scale_shape,
-    is_box,
-    is_stored,
+    is_leaf,
     parse_method,
     scale_type,
 )
@@ -377,7 +376,7 @@ def _with_mappings(
     change: Callable[[Mapping[Any, Any], str], dict[Any, Any]], node: Any, path: str
 ) -> Any:
     """A tree with `change(mapping, path)` for each of its mappings that is not within another."""
-    if _is_leaf(node):
+    if is_leaf(node):
         return node
     if isinstance(node, Mapping):
         return _renewed(node, change(node, path))
@@ -385,11 +384,6 @@ def _with_mappings(
         items = [_with_mappings(change, value, f"{path}{k}/") for k, value in enumerate(node)]
         return _renewed(node, items)
     return node
-
-
-def _is_leaf(node: Any) -> bool:
-    """A quantized or boxed parameter is one leaf."""
-    return is_stored(node) or is_box(node)
 
 
 # --- Adapters in parameter trees: `<w>_lora_a` and `<w>_lora_b` beside the weight `<w>` -----------
@@ -439,7 +433,7 @@ def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Every leaf of a tree by its path; a quantized or boxed one is one leaf."""
     while isinstance(tree, LoraParams | QuantizedParams):
         tree = tree.params
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return {key_name(key): value for key, value in flat}
 
 
@@ -450,7 +444,7 @@ def map_leaves(function: Callable[[str, Any], Any], tree: Any) -> Any:
     if isinstance(tree, QuantizedParams):
         return QuantizedParams(map_leaves(function, tree.params), tree.act_scales)
     return jax.tree_util.tree_map_with_path(
-        lambda key, value: function(key_name(key), value), tree, is_leaf=_is_leaf
+        lambda key, value: function(key_name(key), value), tree, is_leaf=is_leaf
     )
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fewbit._util import human_bytes, human_count
-from fewbit.numerics import format_of
+from fewbit.numerics import format_of, packed_length
 from fewbit.qarray import HowToQuantize, get_scale_shape, parse_method, scale_type
 from fewbit.rules import LoraRule, QuantizationRule
 from fewbit.tracing import Site, plain_size
@@ -111,19 +111,15 @@ def stored_bytes(shape: Sequence[int], how: HowToQuantize | None, dtype: Any = "
         return math.prod(shape) * jnp.dtype(dtype).itemsize
     row = format_of(how.qtype)
     last = shape[-1] if shape else 1
-    total = math.prod(shape[:-1]) * _bytes_of(last, row.bits)
+    total = math.prod(shape[:-1]) * packed_length(last, row.bits)
     scale_dtype = row.scale_dtype or scale_type(dtype, how.scale_dtype)
     scales = math.prod(get_scale_shape(tuple(shape), how))
     total += scales * jnp.dtype(scale_dtype).itemsize
     if parse_method(how.calibration_method).asymmetric:
-        total += _bytes_of(scales, _storage_bits(row.storage))
+        total += packed_length(scales, _storage_bits(row.storage))
     if row.name == "nvfp4":
         total += 4  # the second-level scale, one float32
     return total
-
-
-def _bytes_of(count: int, bits: int) -> int:
-    return -(-count * bits // 8)
 
 
 def _storage_bits(dtype: Any) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fewbit.qarray._type import QArray, WithAux
+from fewbit.qarray._type import QArray, WithAux, is_stored
 
 # --- Partitioning boxes ---------------------------------------------------------------------------
 
@@ -20,6 +20,11 @@ from fewbit.qarray._type import QArray, WithAux
 def is_box(value: Any) -> bool:
     """Whether a tree node is a framework's partitioning box around a parameter."""
     return hasattr(value, "unbox") and hasattr(value, "replace_boxed")
+
+
+def is_leaf(value: Any) -> bool:
+    """Whether a tree of parameters ends in this node: one that is quantized, or in a box."""
+    return is_stored(value) or is_box(value)
 
 
 def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:

@@ -324,6 +324,8 @@ def _forwarded_operands(eqn: Eqn) -> Sequence[Any]:
         p = scan_params(eqn)
         moving, stacked = p.num_consts, p.num_consts + p.num_carry
         through = forwards(p.body)
+        # A carry is its operand where each trip hands it on in its own place; what is stacked is
+        # one where each trip hands on its slice.
         return [
             ins[k]
             if k is not None and (k >= stacked if j >= p.num_carry else k == moving + j)

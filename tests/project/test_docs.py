@@ -156,6 +156,7 @@ def test_the_house_is_counted_and_drawn():
     assert doctest.testmod(house).failed == 0
     rows, weights = house.counted(house.sources())
     assert all(lines <= budget for _, lines, _, budget in rows.values())
+    assert not house.circles()
     assert house.picture(rows, weights).count("stroke-dasharray") == len(house.UPHILL)
 
 

@@ -3,7 +3,6 @@
 # One rounding of a float type, relative.
 F32_ULP = 2.0**-23
 BF16_ULP = 2.0**-8
-F16_ULP = 2.0**-11
 
 # XLA divides by a shared scale as a product with its reciprocal: two roundings instead of one.
 F32_SCALE = 2 * F32_ULP

@@ -283,7 +283,6 @@ FUNCTIONS = [
 ZOO = {f.__name__: (f, W, (X,)) for f in FUNCTIONS}
 LAZY = {"linen": linen_entry, "nnx": nnx_entry}
 NAMES = [*ZOO, *LAZY]
-INT_OUTPUTS = {"while_loop"}
 
 
 def member(name):

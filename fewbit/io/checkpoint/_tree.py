@@ -34,7 +34,7 @@ from fewbit.qarray import (
     WithAux,
     abstract_quantized,
     is_box,
-    is_stored,
+    is_leaf,
     unbox_parts,
     unboxed,
     unpack,
@@ -269,11 +269,6 @@ def bare(value: Any) -> Any:
     value = unboxed(value) if is_box(value) else value
     value = value.array if isinstance(value, WithAux) else value
     return unbox_parts(value) if isinstance(value, QArray) and is_box(value.data) else value
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a tree of parameters ends in this node: one that is quantized, or in a box."""
-    return is_stored(value) or is_box(value)
 
 
 def put_at(tree: dict[Any, Any], keys: Sequence[Any], value: Any) -> None:

@@ -21,7 +21,6 @@ from fewbit.io.checkpoint._tree import (
     PARTS,
     abstract_leaf,
     flax_trees,
-    is_leaf,
     map_leaves,
     put_at,
 )
@@ -35,6 +34,7 @@ from fewbit.qarray import (
     apart,
     dequantize,
     is_box,
+    is_leaf,
     is_stored,
     parts_of,
     rebox,

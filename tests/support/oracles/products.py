@@ -15,7 +15,6 @@ from fewbit.qarray._tiles import uneven_tiles
 # Errors are divided by the sum of |terms| of each entry, so cancellation does not count.
 FLOAT32_SUM = 2e-6  # a float32 product of float32 operands, or exact codes scaled in float32
 BFLOAT16_RESULT = 6e-3  # one rounding of each operand or of the result to bfloat16
-FLOAT16_RESULT = 1e-3
 
 
 def values(x):
