@@ -48,11 +48,6 @@ def whole_variable(weight: Any) -> nnx.Variable:
     return variable
 
 
-def is_part(variable: Any) -> bool:
-    """Whether a Variable is a part of a stored weight."""
-    return isinstance(variable, nnx.Variable) and PART in variable.get_metadata()
-
-
 def put(module: nnx.Module, name: str, value: Any) -> None:
     """Give a parameter another value, stored or not."""
     variable = whole_variable(getattr(module, name)).replace(value)

@@ -7,6 +7,7 @@ from fewbit.qarray._boxes import box_part as box_part
 from fewbit.qarray._boxes import box_parts as box_parts
 from fewbit.qarray._boxes import in_variables as in_variables
 from fewbit.qarray._boxes import is_box as is_box
+from fewbit.qarray._boxes import is_part as is_part
 from fewbit.qarray._boxes import kept_names as kept_names
 from fewbit.qarray._boxes import rebox as rebox
 from fewbit.qarray._boxes import unbox_parts as unbox_parts

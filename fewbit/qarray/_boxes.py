@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fewbit.qarray._type import QArray, WithAux
+from fewbit.qarray._type import QArray, WithAux, is_variable, parts_of
 
 # --- Partitioning boxes ---------------------------------------------------------------------------
 
@@ -113,6 +113,11 @@ def unboxed(box: Any) -> Any:
 
 
 # --- Variables ------------------------------------------------------------------------------------
+def is_part(value: Any) -> bool:
+    """Whether this is a Variable that holds a part of a stored parameter."""
+    return is_variable(value) and PART in value.get_metadata()
+
+
 
 PART = "stored_part"  # metadata of what is a part of a stored parameter
 MESH_AXES = ("out_sharding", "sharding_names", "sharding")  # metadata that names mesh axes
