@@ -22,6 +22,7 @@ from fewbit.qarray import (
     parts_of,
 )
 
+    weight_axes,
 # Below a Variable or a stored weight the walk ends; an NNX object is changed where it is.
 _ENDS = nnx.Pytree | nnx.Variable | WithAux
 
@@ -43,8 +44,10 @@ def whole_variable(weight: Any) -> nnx.Variable:
     """A stored weight in one Variable, of the type of its parts; a Variable as it is."""
     if not is_parted(weight):
         return weight
-    variable = _parts(weight)[0].replace(part_values(weight))
-    variable.set_metadata({k: v for k, v in variable.get_metadata().items() if k != PART})
+    part = _parts(weight)[0]
+    variable, metadata = part.replace(part_values(weight)), part.get_metadata()
+    kept = {name: value for name, value in metadata.items() if name != PART}
+    variable.set_metadata(kept | weight_axes(metadata))
     return variable
 
 
@@ -98,7 +101,10 @@ def _exchanged(value: Any, change: Callable[[Any], Any], done: dict[Any, Any]) -
         if key not in done:
             done[key] = change(value), value  # which is kept, so that its id is not given again
         return done[key][0]
-    leaves, treedef = jax.tree.flatten(value, is_leaf=_ends)
+    try:
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_ends)
+    except (TypeError, ValueError):  # a dict that JAX does not take, which holds no parameters
+        return value
     new = [_exchanged(leaf, change, done) if _ends(leaf) else leaf for leaf in leaves]
     same = all(a is b for a, b in zip(leaves, new, strict=True))
     return value if same else jax.tree.unflatten(treedef, new)
@@ -109,10 +115,7 @@ def _exchange(
 ) -> None:
     if not _ends(held) and not isinstance(held, dict | list | tuple):
         return
-    try:
-        new = _exchanged(held, change, done)
-    except (TypeError, ValueError):  # a dict that JAX does not take, which holds no parameters
-        return
+    new = _exchanged(held, change, done)
     if new is not held:
         setattr(module, name, nnx.data(new))
 

@@ -264,59 +264,16 @@ def test_prequantized_parameters_fill_a_layer_of_its_own():
     same(parts(model), parts(wanted))
     np.testing.assert_array_equal(model.down.kernel[...], fewbit.dequantize(wanted.down.kernel))
     assert error(model(X), wanted(X)) < 1e-5
-
-
-# --- Meshes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(2, 2), (8, 1)])
-def test_each_part_has_its_own_sharding(shape, kind):
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
-    axes, rule = ("data", "model"), QuantizationRule(weight_qtype="int8", tile_size=32)
-    # Two tiles: a mesh of eight ways cannot split them.
-    tiles = "data" if shape == (2, 2) else None
-
-    def make():
-        return quantize(nnx.Linear(64, 128, rngs=nnx.Rngs(0), kernel_init=init), X, rules=[rule])
-
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
-    with jax.set_mesh(mesh):
-        q = nnx.eval_shape(make)
-        state = nnx.state(q)
-        specs = nnx.to_pure_dict(nnx.get_partition_spec(state))["kernel"]["array"]
-        assert specs == {"qvalue": P("data", "model"), "scale": P(tiles, "model")}
-        shardings = nnx.get_named_sharding(state, mesh)
-        tree = nnx.to_pure_dict(nnx.state(nnx.Linear(64, 128, rngs=nnx.Rngs(0))))
-        tree = jax.tree.map(np.asarray, tree)
-    nnx.update(q, fewbit.quantize_params(tree, q))
-    nnx.update(q, jax.device_put(nnx.state(q), shardings))
-    array = q.kernel.array
-    assert array.qvalue.sharding == NamedSharding(mesh, P("data", "model"))
-    assert array.scale.sharding == NamedSharding(mesh, P(tiles, "model"))
-    plain = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-    plain.kernel[...] = jnp.asarray(tree["kernel"])
-    if kind == AxisType.Auto:
-        with jax.set_mesh(mesh):
-            assert error(q(X), quantize(plain, X, rules=[rule])(X)) < 1e-5
-
-
-def test_packed_parts_keep_the_axes_that_survive():
-    axes = (None, "data", "model")
-    weight = nnx.Param(normal(4, 64, 64), out_sharding=axes, eager_sharding=False)
-
-    class Stack(nnx.Module):
-        def __init__(self):
-            self.w = weight
-
-        def __call__(self, x):
-            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.w[...])[0]
-
-    q = quantize(Stack(), X, rules=[QuantizationRule(weight_qtype="int3")])
-    spec = lambda part: nnx.get_partition_spec(part).get_value()  # noqa: E731
-    assert spec(q.w.array.qvalue) == P(*axes)
-    bits = fewbit.pack(q, layout="bits").w.array
-    assert spec(bits.data) == P(None, "data", None)
+    # Arrays go where the layer's own lie, and those of a float layer.
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    columns = NamedSharding(mesh, P(None, "model"))
+    weights = [*model.up.kernel["array"].values(), model.down.kernel]
+    for weight in weights:
+        weight.set_value(jax.device_put(weight[...], columns))
+    found = fewbit.process_prequantized_params(nnx.to_pure_dict(nnx.state(wanted)), model)
+    nnx.update(model, found)
+    assert all(weight[...].sharding == columns for weight in weights)
+    same(parts(model), parts(wanted))
 
 
 # --- Files ----------------------------------------------------------------------------------------
