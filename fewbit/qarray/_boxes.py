@@ -25,15 +25,10 @@ def is_box(value: Any) -> bool:
 def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:
     """Put partitioning boxes on the parts: those of the template, or the float parameter's own."""
     if boxed is not None:
-        parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
-        new = {
-            name: box_part(getattr(boxed, name), part, q.shape) if part is not None else None
-            for name, part in parts.items()
-        }
+        parts = parts_of(q).items()
+        new = {name: box_part(getattr(boxed, name), part, q.shape) for name, part in parts}
         return q.replace(**new)
-    if box is None:
-        return q
-    return box_parts(q, box)
+    return q if box is None else box_parts(q, box)
 
 
 def box_parts(q: QArray, box: Any) -> QArray:
@@ -109,13 +104,13 @@ def unboxed(box: Any) -> Any:
     try:
         return box.unbox(apply_constraint=False)
     except TypeError:  # a box of another kind, which never places anything
-PART = "stored_part"  # metadata of a part: (where axes are named, its own names, its weight's)
-MESH_AXES = ("out_sharding", "sharding_names", "sharding")  # metadata that names mesh axes
         return box.unbox()
 
 
 # --- Variables ------------------------------------------------------------------------------------
 
+PART = "stored_part"  # metadata of a part: (where axes are named, its own names, its weight's)
+MESH_AXES = ("out_sharding", "sharding_names", "sharding")  # metadata that names mesh axes
 
 
 def is_part(value: Any) -> bool:
