@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from fewbit.numerics import format_of
 from fewbit.qarray import (
     PART,
     PanelArray,
@@ -20,9 +22,9 @@ from fewbit.qarray import (
     is_variable,
     part_values,
     parts_of,
+    weight_axes,
 )
 
-    weight_axes,
 # Below a Variable or a stored weight the walk ends; an NNX object is changed where it is.
 _ENDS = nnx.Pytree | nnx.Variable | WithAux
 
@@ -55,6 +57,32 @@ def put(module: nnx.Module, name: str, value: Any) -> None:
     """Give a parameter another value, stored or not."""
     variable = whole_variable(getattr(module, name)).replace(value)
     setattr(module, name, in_variables(value, variable) if is_stored(value) else variable)
+
+
+_MSG_LAYOUT = (
+    "The weight '{name}' is {own}, and the parts it was given are not so (codes {codes}). Update a "
+    "model of their own layout: model = fewbit.{fix}, then nnx.update(model, state)."
+)
+# What a weight of each layout is called, and what makes a model of it.
+_LAYOUTS = {
+    "plain": ("not packed at all", "unpack(model)"),
+    "panels": ("packed for kernels", "pack(model)"),
+    "bits": ("packed in bytes", "pack(model, layout='bits')"),
+}
+
+
+def check_layout(name: str | None, value: Any) -> None:
+    """Raise if a weight was given the parts of one that lies otherwise."""
+    q = value.array if isinstance(value, WithAux) else value
+    if not isinstance(q, QArray):
+        return
+    codes, scale = q.data, parts_of(q)["scale"]
+    in_bytes = codes.dtype == jnp.uint8 and format_of(q.qtype).bits < 8
+    given = "panels" if codes.ndim > scale.ndim else "bits" if in_bytes else "plain"
+    if given != q.layout:
+        own, fix = _LAYOUTS[q.layout][0], _LAYOUTS[given][1]
+        text = dict(name=name, own=own, fix=fix, codes=tuple(codes.shape))
+        raise ValueError(_MSG_LAYOUT.format(**text))
 
 
 # --- All weights of a model -----------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """Quantized weights of NNX models: parts that are Params of their own, through every flow."""
 
+import itertools
+import pickle
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import fewbit
 from fewbit import PtqProvider, QtProvider, QtRule, QuantizationRule
+from fewbit.qarray import part_values
 
 X = normal(4, 64)
 FORMATS = {
@@ -132,6 +137,68 @@ def test_parts_of_another_layout_are_told():
 
 
 def test_a_weight_that_a_method_writes_is_a_param_again():
+@pytest.mark.parametrize("name", ["int4", "int3", "nf4"])
+def test_parts_in_bytes_are_told_from_others(name):
+    q = quantize(Mlp(nnx.Rngs(0)), X, rules=[FORMATS[name]])
+    makes = {"unpack(model)": q, "pack(model)": fewbit.pack(q)}
+    makes["pack(model, layout='bits')"] = fewbit.pack(q, layout="bits")
+    for model, (fix, other) in itertools.product(makes.values(), makes.items()):
+        if model.up.kernel.array.layout == other.up.kernel.array.layout:
+            continue
+        mixed = nnx.clone(model)
+        nnx.update(mixed, nnx.state(other))
+        wanted = re.escape(f"model = fewbit.{fix}, then nnx.update(model, state)")
+        with pytest.raises(ValueError, match=f"are not so .*{wanted}"):
+            mixed(X)
+    # What fewbit.load gives is plain.
+    mixed = fewbit.pack(q, layout="bits")
+    loaded = {name: {"kernel": part_values(getattr(q, name).kernel)} for name in ("up", "down")}
+    nnx.update(mixed, loaded)
+    with pytest.raises(ValueError, match=r"kernel' is packed in bytes, .*fewbit\.unpack\(model\)"):
+        mixed(X)
+
+
+@pytest.mark.parametrize("layout", ["native", "bits"])
+def test_packed_models_are_split_merged_copied_and_saved(layout, tmp_path):
+    q = fewbit.pack(quantize(Mlp(nnx.Rngs(0)), X, rules=[FORMATS["nf4"]]), layout=layout)
+    wanted = q(X)
+    graphdef, state = nnx.split(q)
+    for twin in (nnx.merge(graphdef, state), nnx.clone(q), pickle.loads(pickle.dumps(q))):
+        same(parts(twin), parts(q))
+        assert twin.up.kernel.array.layout == q.up.kernel.array.layout
+        assert jnp.array_equal(twin(X), wanted)
+    assert error(nnx.jit(lambda m, x: m(x))(q, X), wanted) < 1e-6
+    other = fewbit.pack(quantize(Mlp(nnx.Rngs(1)), X, rules=[FORMATS["nf4"]]), layout=layout)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(q))
+        checkpointer.wait_until_finished()
+        raw = checkpointer.restore(tmp_path / "state")
+        nnx.update(other, checkpointer.restore(tmp_path / "state", nnx.state(other)))
+    assert jnp.array_equal(other(X), wanted)
+    other = nnx.clone(other)
+    nnx.update(other, jax.tree.map(jnp.zeros_like, nnx.state(other)))
+    nnx.update(other, fewbit.process_prequantized_params(raw, other))
+    assert jnp.array_equal(other(X), wanted)
+
+
+def test_parts_of_a_state_are_no_trainable_leaves():
+    state = nnx.state(quantize(Mlp(nnx.Rngs(0)), X))
+    floats, rest = fewbit.split_trainable(state)
+    assert {leaf.shape for leaf in jax.tree.leaves(floats)} == {(128,), (64,)}
+    assert len(jax.tree.leaves(rest)) == 4
+    mask = fewbit.trainable(state)
+    assert mask["up"]["kernel"]["array"]["scale"] is False
+    same(nnx.to_pure_dict(fewbit.merge_trainable(floats, rest)), nnx.to_pure_dict(state))
+
+
+def test_a_state_is_no_template():
+    q = quantize(Mlp(nnx.Rngs(0)), X)
+    with pytest.raises(
+        TypeError, match=r"Give the model: fewbit\.quantize_params\(params, model\)"
+    ):
+        fewbit.quantize_params(floats(), nnx.state(q))
+
+
     class Resets(nnx.Linear):
         def reset(self):
             self.kernel[...] = self.kernel[...] * 0
