@@ -224,8 +224,8 @@ def quantize_for_kernels(
     cut = _cut(array, ours, measured or ours)
     if cut is not None:
         packed, scale, numbers = _in_slices(array, ours, (measured or ours).replace(rule=None), cut)
-        if bool(numbers):
-            return packed, scale
+        if not isinstance(numbers, jax.core.Tracer) and bool(numbers):
+            return packed, scale  # else in the layout of all that is stored in a traced program
     q, scale = quantize_plain(array, how, measured)
     return for_kernels(q, how), scale
 
