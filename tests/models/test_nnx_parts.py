@@ -107,6 +107,7 @@ def test_packed_weights_hold_bytes_and_show_codes():
         array = packed.up.kernel.array
         assert array.layout != "plain" and parts(packed)["qvalue"].dtype == jnp.uint8
         assert array.shape == (64, 128) and array.qvalue.dtype == jnp.int4
+        assert array.scale_tile_shape == array.tile_shape == (64, 1)
         np.testing.assert_array_equal(array.qvalue[...], q.up.kernel.array.qvalue[...])
         np.testing.assert_array_equal(array.scale[...], q.up.kernel.array.scale[...])
         with pytest.raises(AttributeError, match=r"a copy of codes.*fewbit\.unpack\(model\)"):
