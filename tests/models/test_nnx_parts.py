@@ -137,7 +137,6 @@ def test_parts_of_another_layout_are_told():
             mixed(X)
 
 
-def test_a_weight_that_a_method_writes_is_a_param_again():
 @pytest.mark.parametrize("name", ["int4", "int3", "nf4"])
 def test_parts_in_bytes_are_told_from_others(name):
     q = quantize(Mlp(nnx.Rngs(0)), X, rules=[FORMATS[name]])
@@ -200,6 +199,7 @@ def test_a_state_is_no_template():
         fewbit.quantize_params(floats(), nnx.state(q))
 
 
+def test_a_weight_that_a_method_writes_is_a_param_again():
     class Resets(nnx.Linear):
         def reset(self):
             self.kernel[...] = self.kernel[...] * 0
@@ -290,6 +290,14 @@ def test_quantize_params_in_programs():
     same(jax.jit(lambda tree: fewbit.quantize_params(tree, q))(tree), wanted)
     shapes = jax.eval_shape(lambda: fewbit.quantize_params(tree, q))
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, wanted)
+
+
+def test_parameters_that_the_model_does_not_have():
+    q, tree = quantize(Mlp(nnx.Rngs(0)), X), {**floats(), "more": {"kernel": jnp.ones((2, 2))}}
+    with pytest.raises(ValueError, match=r"more/kernel is not found .*allow_extra_params=True"):
+        fewbit.quantize_params(tree, q)
+    found = fewbit.quantize_params(tree, q, allow_extra_params=True)
+    same(found, fewbit.quantize_params(floats(), q))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "uint4", "nf4", "nvfp4"])
@@ -398,6 +406,48 @@ def test_a_trained_model_is_quantized_with_its_statistics():
     assert jnp.array_equal(qt(X), served(X))
     with pytest.raises(ValueError, match="Leave out quant_stats"):
         fewbit.quantize_model(qt, PtqProvider([STATIC]), X, quant_stats=stats)
+
+
+MINMAX = STATIC.replace(act_calibration_method="minmax")
+
+
+@pytest.mark.parametrize("kind", ["concrete", "outside", "made inside"])
+def test_static_scales_and_zero_points_fill_any_model(kind):
+    qt = fewbit.quantize_model(Mlp(nnx.Rngs(0)), QtProvider([MINMAX]), X)
+    qt(X + 1)
+    served = fewbit.quantize_model(qt, PtqProvider([MINMAX]), X)
+    assert type(served.up.dot_general0_lhs_zero_point.array) is nnx.Param
+    state = nnx.to_pure_dict(nnx.state(served))
+    assert state["up"]["dot_general0_lhs_zero_point"]["array"].dtype == jnp.int8
+
+    def make(seed=1):
+        return quantize(Mlp(nnx.Rngs(seed)), X, rules=[MINMAX])
+
+    abstract = nnx.eval_shape(lambda: Mlp(nnx.Rngs(1)))
+    models = {
+        "concrete": make,
+        "outside": lambda: quantize(abstract, X, rules=[MINMAX]),
+        "made inside": lambda: nnx.eval_shape(make),
+    }
+    model, stats = models[kind](), nnx.to_pure_dict(nnx.state(qt, fewbit.QuantStat))
+    params = nnx.to_pure_dict(nnx.state(qt, nnx.Param))
+    nnx.update(model, fewbit.quantize_params(params, model, stats))
+    same(nnx.to_pure_dict(nnx.state(model)), state)
+    assert jnp.array_equal(model(X), served(X))
+    model = models[kind]()
+    nnx.update(model, fewbit.process_prequantized_params(state, model))
+    same(nnx.to_pure_dict(nnx.state(model)), state)
+    assert jnp.array_equal(model(X), served(X))
+
+
+def test_scales_that_were_learned_are_served():
+    learns = QtRule(weight_qtype="int4", weight_calibration_method="learned")
+    qt = fewbit.quantize_model(Mlp(nnx.Rngs(0)), QtProvider([learns]), X)
+    qt.up.kernel_qscale[...] *= 1.5
+    served = fewbit.quantize_model(qt, PtqProvider([learns]), X)
+    np.testing.assert_allclose(served.up.kernel.array.scale[...], qt.up.kernel_qscale[...])
+    assert "kernel_qscale" not in nnx.to_pure_dict(nnx.state(served))["up"]
+    assert jnp.array_equal(served(X), qt(X))
 
 
 def test_set_attributes_reach_every_submodule():
