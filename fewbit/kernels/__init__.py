@@ -22,6 +22,7 @@ from fewbit.kernels._layouts import for_kernels as for_kernels
 from fewbit.kernels._layouts import pack as pack
 from fewbit.kernels._layouts import quantize_for_kernels as quantize_for_kernels
 from fewbit.kernels._layouts import quantize_plain as quantize_plain
+from fewbit.kernels._layouts import refuse_parts as refuse_parts
 from fewbit.kernels._layouts import unpack as unpack
 from fewbit.kernels._layouts import would_be_faster as would_be_faster
 from fewbit.kernels._library import backend as backend

@@ -20,7 +20,6 @@ from fewbit.kernels._library import native_available
 from fewbit.numerics import convert_to, dtype_bits, format_of
 from fewbit.qarray import (
     COLUMNS,
-    PART,
     ROWS,
     HowToQuantize,
     QArray,
@@ -31,6 +30,7 @@ from fewbit.qarray import (
     get_scale_shape,
     get_tile_shape,
     in_variables,
+    is_part,
     is_stored,
     is_variable,
     matrix_length,
@@ -172,15 +172,23 @@ def unpack(tree: Any) -> Any:
 
 _MSG_STATE = (
     "A state of an NNX model holds the parts of its quantized weights one by one, and does not say "
-    "what they are together. Give the model: nnx.state(fewbit.pack(model))."
+    "what they are together. Give the model: {instead}."
 )
+
+
+def refuse_parts(tree: Any, instead: str) -> None:
+    """Raise if a tree holds parts of stored weights without the weights, as an NNX state does.
+
+    >>> refuse_parts({'w': jnp.ones(3)}, 'fewbit.pack(model)')
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_stored(x) or is_variable(x))
+    if any(map(is_part, leaves)):
+        raise TypeError(_MSG_STATE.format(instead=instead))
 
 
 def _each(tree: Any, planned: Callable[..., QArray], bare: Callable[[QArray], QArray]) -> Any:
     """The tree with `planned(q, how)` or `bare(q)` of every QArray in it."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: is_stored(x) or is_variable(x))
-    if any(is_variable(x) and PART in x.get_metadata() for x in leaves):
-        raise TypeError(_MSG_STATE)
+    refuse_parts(tree, "nnx.state(fewbit.pack(model))")
 
     def one(x):
         if isinstance(x, WithAux) and isinstance(x.array, QArray):
@@ -216,8 +224,8 @@ def quantize_for_kernels(
     cut = _cut(array, ours, measured or ours)
     if cut is not None:
         packed, scale, numbers = _in_slices(array, ours, (measured or ours).replace(rule=None), cut)
-        if bool(numbers):
-            return packed, scale
+        if not isinstance(numbers, jax.core.Tracer) and bool(numbers):
+            return packed, scale  # else in the layout of all that is stored in a traced program
     q, scale = quantize_plain(array, how, measured)
     return for_kernels(q, how), scale
 

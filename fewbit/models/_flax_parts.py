@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from fewbit.numerics import format_of
 from fewbit.qarray import (
     PART,
     PanelArray,
@@ -20,6 +22,7 @@ from fewbit.qarray import (
     is_variable,
     part_values,
     parts_of,
+    weight_axes,
 )
 
 # Below a Variable or a stored weight the walk ends; an NNX object is changed where it is.
@@ -43,20 +46,43 @@ def whole_variable(weight: Any) -> nnx.Variable:
     """A stored weight in one Variable, of the type of its parts; a Variable as it is."""
     if not is_parted(weight):
         return weight
-    variable = _parts(weight)[0].replace(part_values(weight))
-    variable.set_metadata({k: v for k, v in variable.get_metadata().items() if k != PART})
+    part = _parts(weight)[0]
+    variable, metadata = part.replace(part_values(weight)), part.get_metadata()
+    kept = {name: value for name, value in metadata.items() if name != PART}
+    variable.set_metadata(kept | weight_axes(metadata))
     return variable
-
-
-def is_part(variable: Any) -> bool:
-    """Whether a Variable is a part of a stored weight."""
-    return isinstance(variable, nnx.Variable) and PART in variable.get_metadata()
 
 
 def put(module: nnx.Module, name: str, value: Any) -> None:
     """Give a parameter another value, stored or not."""
     variable = whole_variable(getattr(module, name)).replace(value)
     setattr(module, name, in_variables(value, variable) if is_stored(value) else variable)
+
+
+_MSG_LAYOUT = (
+    "The weight '{name}' is {own}, and the parts it was given are not so (codes {codes}). Update a "
+    "model of their own layout: model = fewbit.{fix}, then nnx.update(model, state)."
+)
+# What a weight of each layout is called, and what makes a model of it.
+_LAYOUTS = {
+    "plain": ("not packed at all", "unpack(model)"),
+    "panels": ("packed for kernels", "pack(model)"),
+    "bits": ("packed in bytes", "pack(model, layout='bits')"),
+}
+
+
+def check_layout(name: str | None, value: Any) -> None:
+    """Raise if a weight was given the parts of one that lies otherwise."""
+    q = value.array if isinstance(value, WithAux) else value
+    if not isinstance(q, QArray):
+        return
+    codes, scale = q.data, parts_of(q)["scale"]
+    in_bytes = codes.dtype == jnp.uint8 and format_of(q.qtype).bits < 8
+    given = "panels" if codes.ndim > scale.ndim else "bits" if in_bytes else "plain"
+    if given != q.layout:
+        own, fix = _LAYOUTS[q.layout][0], _LAYOUTS[given][1]
+        text = dict(name=name, own=own, fix=fix, codes=tuple(codes.shape))
+        raise ValueError(_MSG_LAYOUT.format(**text))
 
 
 # --- All weights of a model -----------------------------------------------------------------------
@@ -103,7 +129,10 @@ def _exchanged(value: Any, change: Callable[[Any], Any], done: dict[Any, Any]) -
         if key not in done:
             done[key] = change(value), value  # which is kept, so that its id is not given again
         return done[key][0]
-    leaves, treedef = jax.tree.flatten(value, is_leaf=_ends)
+    try:
+        leaves, treedef = jax.tree.flatten(value, is_leaf=_ends)
+    except (TypeError, ValueError):  # a dict that JAX does not take, which holds no parameters
+        return value
     new = [_exchanged(leaf, change, done) if _ends(leaf) else leaf for leaf in leaves]
     same = all(a is b for a, b in zip(leaves, new, strict=True))
     return value if same else jax.tree.unflatten(treedef, new)
@@ -114,10 +143,7 @@ def _exchange(
 ) -> None:
     if not _ends(held) and not isinstance(held, dict | list | tuple):
         return
-    try:
-        new = _exchanged(held, change, done)
-    except (TypeError, ValueError):  # a dict that JAX does not take, which holds no parameters
-        return
+    new = _exchanged(held, change, done)
     if new is not held:
         setattr(module, name, nnx.data(new))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from fewbit._util import describe, is_array_like, key_name, nearest
 from fewbit.calibration import Statistics, add_scales, belongs, is_fixed
-from fewbit.kernels import for_kernels, quantize_for_kernels, quantize_plain
+from fewbit.kernels import for_kernels, quantize_for_kernels, quantize_plain, refuse_parts
 from fewbit.numerics import should_quantize
 from fewbit.planning import (
     SCALE,
@@ -40,6 +40,7 @@ from fewbit.qarray import (
     get_scale_shape,
     is_box,
     is_leaf,
+    is_part,
     is_stored,
     pack,
     quantize_with_scale_zero_point,
@@ -101,6 +102,7 @@ class Template:
             source = source.params
         if self.is_nnx:
             source = source._fewbit_pure_dict()
+        refuse_parts(source, "fewbit.quantize_params(params, model)")
         flat, _ = jax.tree_util.tree_flatten_with_path(
             source, is_leaf=lambda x: isinstance(x, WithAux) or is_box(x)
         )
@@ -501,14 +503,17 @@ def _mask(name: str, params: Any) -> Any:
 
     def can(value):
         # Equinox modules and the like have functions and strings among their leaves.
-        if is_stored(value) or not is_number(value):
+        if is_whole(value) or not is_number(value):
             return False
         return bool(jnp.issubdtype(jnp.result_type(value), jnp.floating))
+
+    def is_whole(value):  # a scale of an NNX state is a float, and no parameter of its own
+        return is_stored(value) or is_part(value)
 
     leaves = jax.tree.leaves(params, is_leaf=is_stored)
     if params is None or (leaves and not any(map(is_number, leaves))):
         raise TypeError(_MSG_NO_PARAMS.format(name=name, found=describe(params)))
-    return jax.tree.map(can, params, is_leaf=is_stored)
+    return jax.tree.map(can, params, is_leaf=is_whole)
 
 
 def split_trainable(params: Any) -> tuple[Any, Any]:

@@ -1,17 +1,19 @@
 """Arrays as codes and scales: quantize, dequantize, move, look up; panels."""
 
 from fewbit.qarray import _moves as moves
-from fewbit.qarray._boxes import MESH_AXES as MESH_AXES
 from fewbit.qarray._boxes import PART as PART
 from fewbit.qarray._boxes import box_part as box_part
 from fewbit.qarray._boxes import box_parts as box_parts
+from fewbit.qarray._boxes import devices_of as devices_of
 from fewbit.qarray._boxes import in_variables as in_variables
 from fewbit.qarray._boxes import is_box as is_box
 from fewbit.qarray._boxes import is_leaf as is_leaf
+from fewbit.qarray._boxes import is_part as is_part
 from fewbit.qarray._boxes import kept_names as kept_names
 from fewbit.qarray._boxes import rebox as rebox
 from fewbit.qarray._boxes import unbox_parts as unbox_parts
 from fewbit.qarray._boxes import unboxed as unboxed
+from fewbit.qarray._boxes import weight_axes as weight_axes
 from fewbit.qarray._how import LSQ as LSQ
 from fewbit.qarray._how import HowToQuantize as HowToQuantize
 from fewbit.qarray._how import check_method as check_method

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fewbit.qarray._type import QArray, WithAux, is_stored
+from fewbit.qarray._type import QArray, WithAux, is_stored, is_variable, parts_of
 
 # --- Partitioning boxes ---------------------------------------------------------------------------
 
@@ -30,15 +30,10 @@ def is_leaf(value: Any) -> bool:
 def rebox(q: QArray, boxed: QArray | None, box: Any = None) -> QArray:
     """Put partitioning boxes on the parts: those of the template, or the float parameter's own."""
     if boxed is not None:
-        parts = {"qvalue": q.qvalue, "scale": q.scale, "zero_point": q.zero_point}
-        new = {
-            name: box_part(getattr(boxed, name), part, q.shape) if part is not None else None
-            for name, part in parts.items()
-        }
+        parts = parts_of(q).items()
+        new = {name: box_part(getattr(boxed, name), part, q.shape) for name, part in parts}
         return q.replace(**new)
-    if box is None:
-        return q
-    return box_parts(q, box)
+    return q if box is None else box_parts(q, box)
 
 
 def box_parts(q: QArray, box: Any) -> QArray:
@@ -119,33 +114,60 @@ def unboxed(box: Any) -> Any:
 
 # --- Variables ------------------------------------------------------------------------------------
 
-PART = "stored_part"  # metadata of what is a part of a stored parameter
+PART = "stored_part"  # metadata of a part: (where axes are named, its own names, its weight's)
 MESH_AXES = ("out_sharding", "sharding_names", "sharding")  # metadata that names mesh axes
+
+
+def is_part(value: Any) -> bool:
+    """Whether this is a Variable that holds a part of a stored parameter."""
+    return is_variable(value) and PART in value.get_metadata()
 
 
 def in_variables(stored: Any, like: Any) -> Any:
     """A stored parameter with each part in a Variable like this one, which may name mesh axes."""
     metadata = like.get_metadata()
     q = stored.array if isinstance(stored, WithAux) else stored
-    mesh = metadata.get("mesh") or jax.sharding.get_abstract_mesh()
-    named = {axes: names for axes in MESH_AXES if (names := metadata.get(axes))}
+    named, devices = weight_axes(metadata), devices_of(metadata)
 
     def part(array: Any) -> Any:
         new = like.replace(array)
-        new.set_metadata(**{PART: True})
-        for axes, names in named.items():
-            new.set_metadata(**{axes: _names_of_part(names, array, q, mesh)})
+        own = {axes: _names_of_part(names, array, q, devices) for axes, names in named.items()}
+        kept = tuple((axes, own[axes], names) for axes, names in named.items())
+        new.set_metadata(**own, **{PART: kept})
         return new
 
     return jax.tree.map(part, stored)
 
 
-def _names_of_part(names: Any, part: Any, q: Any, mesh: Any) -> tuple[Any, ...]:
+def weight_axes(metadata: Any) -> dict[str, tuple[Any, ...]]:
+    """The mesh axes that metadata names; of a part those that its weight has, packed or not."""
+    found = {axes: metadata.get(axes) for axes in MESH_AXES}
+    known = {axes: tuple(getattr(x, "spec", x)) for axes, x in found.items() if x}
+    for axes, own, whole in metadata.get(PART, ()):
+        if known.get(axes) == own:  # and no transform of NNX has added or removed an axis since
+            known[axes] = whole
+    return known
+
+
+def devices_of(metadata: Any) -> Callable[[Any], int]:
+    """On how many devices a name that metadata has, logical or not, spreads an axis."""
+    mesh = metadata.get("mesh") or jax.sharding.get_abstract_mesh()
+    spmd, rules = sys.modules.get("flax.core.spmd"), metadata.get("sharding_rules") or ()
+    if spmd is not None:
+        rules = spmd.composite_rules(spmd.get_logical_axis_rules(), rules)
+    known = dict(rules)
+    return lambda name: _ways(mesh, known.get(name, name))
+
+
+def _names_of_part(
+    names: tuple[Any, ...], part: Any, q: Any, devices: Callable[[Any], int]
+) -> tuple[Any, ...]:
     """The mesh axes of a part: those of the weight's that it has, if the mesh divides it there."""
     if not isinstance(q, QArray) or q.layout == "panels":  # behind the stack axes lie panels
-        lead = len(getattr(q, "lead", ()))
-        return (*tuple(names)[:lead], *[None] * (len(part.shape) - lead))
+        lead = zip(names, part.shape, getattr(q, "lead", ()), strict=False)
+        kept = [name if n == m else None for name, n, m in lead]
+        return (*kept, *[None] * (len(part.shape) - len(kept)))
     if len(part.shape) != q.ndim:
         return (None,) * len(part.shape)
-    kept = kept_names(tuple(names), part.shape, q.shape, lambda name: _ways(mesh, name))
-    return (*kept[:-1], None) if part is q.data and q.layout == "bits" else kept
+    own = kept_names(names, part.shape, q.shape, devices)
+    return (*own[:-1], None) if part is q.data and q.layout == "bits" else own

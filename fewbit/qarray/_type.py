@@ -38,6 +38,10 @@ _MSG_EQUAL_TO_ARRAY = (
     "{ours!r} == {other} has no answer: codes are rounded, so element by element hardly any would "
     "be equal. Decode first: jax.numpy.allclose(fewbit.dequantize(...), array)."
 )
+_MSG_COPY = (
+    "dataclasses.replace knows the parts of a {kind} alone, and would lose what they mean: type, "
+    "tiles, layout, how they were made. Write x.replace(...), which keeps all that."
+)
 
 
 class _Stored:
@@ -47,6 +51,11 @@ class _Stored:
     """
 
     __slots__ = ("__weakref__",)
+
+    @property
+    def _copied(self) -> Any:
+        """An init-only field, which `dataclasses.replace` alone looks up."""
+        raise AttributeError(_MSG_COPY.format(kind=type(self).__name__))
 
     def items(self) -> Any:
         """The parts by name, one code per element, as `nnx.update` reads the values of a node."""
@@ -138,6 +147,7 @@ class QArray(_Stored):
     scale: Any
     zero_point: Any
     tensor_scale: Any
+    _copied: dataclasses.InitVar[Any]
 
     def __init__(
         self,
@@ -283,14 +293,16 @@ class QArray(_Stored):
         """How many elements share one scale, per axis; the last tile may be shorter."""
         return infer_tile_shape(self.shape, self._scale.shape, self.tiles)
 
-    scale_tile_shape = tile_shape
+    @property
+    def scale_tile_shape(self) -> tuple[int, ...]:
+        return self.tile_shape  # also of one in panels, which has its own
 
     @property
     def zero_point_tile_shape(self) -> tuple[int, ...] | None:
         """How many elements share one zero point, per axis; None without one."""
         if self._zero_point is None:
             return None
-        return infer_tile_shape(self.shape, self._zero_point.shape, self.tiles)
+        return infer_tile_shape(self.shape, self.zero_point.shape, self.tiles)
 
     @property
     def T(self) -> QArray:
@@ -368,6 +380,7 @@ class WithAux(_Stored):
     """
 
     array: Any  # the only field: `how` is not data, and what prints trees cannot print it
+    _copied: dataclasses.InitVar[Any]
 
     def __init__(self, array: Any, how: HowToQuantize):
         self.how: HowToQuantize

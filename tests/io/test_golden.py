@@ -5,11 +5,15 @@ import pathlib
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from flax import nnx, serialization
+from golden import make_nnx_state
 from golden.make import MAKERS, numbers
 from oracles import arrays, checkpoint
 
 import fewbit
+from fewbit.numerics import qtype_name
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if (path / "fewbit.json").exists())
@@ -84,3 +88,50 @@ def test_structures_of_frameworks():
     assert isinstance(static, fewbit.QuantizedParams)
     scale = static.act_scales["up:dot_general0"]["lhs_scale"]
     np.testing.assert_allclose(np.asarray(scale.array), 3 / 127.5, rtol=1e-6)
+
+
+# --- States of NNX models, in which 0.1 held each weight in one Param -----------------------------
+
+
+def nnx_state(form):
+    """What the libraries that wrote it read, without a template."""
+    if form == "msgpack":
+        return serialization.msgpack_restore((GOLDEN / "nnx_state/state.msgpack").read_bytes())
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(GOLDEN / "nnx_state" / form)
+
+
+def nnx_model(form):
+    """A quantized model with other weights, in a layout that fits the file."""
+    rules = make_nnx_state.WITHOUT_NF4 if form == "plain" else make_nnx_state.RULES
+    float_model = make_nnx_state.Net(nnx.Rngs(1))
+    model = fewbit.quantize_model(float_model, fewbit.PtqProvider(rules), make_nnx_state.x())
+    return fewbit.pack(model, layout="bits") if form == "bytes" else model
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("form", ["orbax", "plain", "bytes", "msgpack"])
+def test_a_state_of_0_1_fills_a_model(form, packs):
+    raw, model = nnx_state(form), nnx_model(form)
+    if packs and form != "bytes":
+        model = fewbit.pack(model)
+    nnx.update(model, fewbit.process_prequantized_params(raw, model))
+    wanted = np.array(json.loads((GOLDEN / "nnx_state/expected.json").read_text())[form])
+    assert np.abs(model(make_nnx_state.x()) - wanted).max() < 1e-5 * np.abs(wanted).max()
+    assert (
+        model.value.kernel.array.layout == ("plain" if not packs else "panels") or form == "bytes"
+    )
+
+
+def test_a_state_of_0_1_in_bytes_says_which_model_takes_it():
+    raw, model = nnx_state("bytes"), nnx_model("orbax")
+    with pytest.raises(ValueError, match=r"as bytes, .*fewbit\.pack\(model, layout='bits'\)"):
+        fewbit.process_prequantized_params(raw, model)
+
+
+def test_the_rules_of_a_state_of_0_1():
+    with pytest.warns(UserWarning, match=r"Conflicting quantization rules .* layers/\[\^/\]\+:"):
+        found = fewbit.restore_quantization_rules(nnx_state("msgpack"), fewbit.QuantizationRule)
+    for path, qtype, tile in (("value", "int8", None), ("head", "nf4", 32)):
+        (rule,) = (rule for rule in found if rule.matches(path, "dot_general"))
+        assert (qtype_name(rule.weight_qtype), rule.tile_size) == (qtype, tile)

@@ -241,6 +241,24 @@ def test_nnx(tmp_path, form, rules):
         assert (other(X) == quantized(X)).all()
 
 
+def test_an_nnx_state_needs_its_plan(tmp_path):
+    """Its parts are arrays of their own, and do not say what they are together."""
+    model = Net(nnx.Rngs(0))
+    quantized = fewbit.quantize_model(model, PtqProvider(W4), X)
+    state, plan = nnx.state(quantized), fewbit.plan(model, W4, X)
+    words = r"Give the model: fewbit\.save\(path, model\), or the plan too"
+    for tree in (state, {"model": state, "step": 3}):
+        with pytest.raises(TypeError, match=words):
+            fewbit.save(tmp_path / "m", tree)
+    fewbit.save(tmp_path / "float", nnx.state(model))
+    fewbit.save(tmp_path / "whole", {"model": quantized, "step": 3})
+    for layout in ("native", "bits"):
+        packed = nnx.state(fewbit.pack(quantized, layout=layout))
+        fewbit.save(tmp_path / layout, packed, plan)
+        found = fewbit.load(tmp_path / layout).params
+        assert_same(apart(fewbit.unpack(found)), nnx.to_pure_dict(state))
+
+
 class Tables(nnx.Module):
     """Arrays that are plain attributes, of JAX and of numpy, beside Variables."""
 

@@ -28,6 +28,52 @@ def test_a_clone_of_a_quantized_model_has_its_values(name):
     jax.tree.map(np.testing.assert_array_equal, model(x), expected)
 
 
+@pytest.mark.parametrize("made", ["quantized", "loaded", "clone"])
+@pytest.mark.parametrize("static", [False, True])
+def test_weights_that_are_constants_are_so_in_clones_and_files(made, static, tmp_path):
+    model, x = (
+        keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)]),
+        np.ones((2, 64), "f4"),
+    )
+    if static:
+        config = fk.StaticQuantConfig("int8", const_weight=True, const_scale=True)
+        fk.quantize_model(model, config, lambda m: m(x), progress=False)
+    else:
+        config = fk.DynamicQuantConfig("int4", const_weight=True)
+        fk.quantize_model(model, config, progress=False)
+    wanted = np.asarray(model(x))
+    if made == "loaded":
+        model.save(tmp_path / "m.keras")
+        model = keras.saving.load_model(tmp_path / "m.keras")
+    model = fk.clone_model(model) if made == "clone" else model
+    twin = fk.clone_model(model)
+    for each in (model, twin):
+        assert [variable.name for variable in each.variables] == ["bias"]
+        np.testing.assert_array_equal(each(x), wanted)
+    model.save_weights(tmp_path / "m.weights.h5")
+    twin.load_weights(tmp_path / "m.weights.h5")  # the same values
+    np.testing.assert_array_equal(twin(x), wanted)
+
+
+@pytest.mark.parametrize("setting", ["const_weight", "const_scale"])
+def test_constants_take_no_other_values(setting, tmp_path):
+    """A program that is compiled already would go on with the old ones."""
+
+    def made(number):
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+        model.layers[0].kernel.assign(number * np.eye(64))
+        config = fk.StaticQuantConfig("int8", **{setting: True})
+        fk.quantize_model(model, config, lambda m: m(number * x), progress=False)
+        return model
+
+    x = np.ones((2, 64), "float32")
+    one, two = made(1), made(2)
+    one.save_weights(tmp_path / "m.weights.h5")
+    words = rf"is a constant \({setting}=True\), .*keras\.saving\.load_model"
+    with pytest.raises(ValueError, match=words):
+        two.load_weights(tmp_path / "m.weights.h5")
+
+
 def test_a_clone_by_keras_says_that_it_has_no_values():
     model = cases.CASES["sequential"]()
     twin = keras.models.clone_model(model)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import fewbit
 from fewbit import kernels
 from fewbit.kernels import _layouts
 from fewbit.kernels._layouts import for_kernels, quantize_for_kernels
@@ -99,6 +100,22 @@ def test_slices_give_the_bytes_of_the_whole(name, dtype, small_slices):
     assert found.layout == "panels"
     assert_same(found, for_kernels(expected, how))
     np.testing.assert_array_equal(np.asarray(scale), np.asarray(expected.scale))
+
+
+@pytest.mark.parametrize("qtype", ["int8", "float8_e4m3fn"])
+def test_a_program_that_closes_over_big_parameters(qtype, small_slices):
+    """Values cannot be looked at, nor where they will live: plain codes, as of traced arrays."""
+    f = lambda params, x: x @ params["w"]  # noqa: E731
+    rules, params = [fewbit.QuantizationRule(weight_qtype=qtype)], {"w": normal(0, *KERNEL)}
+    plan = fewbit.plan(f, rules, params, normal(1, 2, KERNEL[0]))
+    wanted = fewbit.unpack(fewbit.quantize_params(params, plan))
+    for args in ((), (params,)):
+        make = lambda tree=params: fewbit.quantize_params(tree, plan)  # noqa: E731
+        found = jax.jit(make)(*args)
+        assert found["w"].array.layout == "plain"
+        assert_same(found, wanted)
+        assert jax.eval_shape(make, *args) == jax.eval_shape(lambda: wanted)
+    assert bool(small_slices) == kernels.native_available()
 
 
 @needs_native

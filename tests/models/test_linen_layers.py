@@ -380,3 +380,22 @@ def test_variables_that_are_mapped_and_initialized(name):
     out, stats = qt.apply(qt.init(key, x), x, mutable=["quant_stats"])
     assert stats["quant_stats"]["d"]["dot_general0_lhs"]["count"] == 1
     assert jnp.abs(out - exact).mean() < 0.03 * jnp.abs(exact).mean()
+
+
+@pytest.mark.parametrize("source", ["template", "plan"])
+def test_parameters_quantized_in_programs(source):
+    """That close over concrete arrays, or take them: values cannot be looked at there."""
+    model, x, key = Product("at"), normal(4, 32), jax.random.key(0)
+    ptq = fewbit.quantize_model(model, fewbit.PtqProvider(W8A8))
+    target = fewbit.plan(model, W8A8, x)
+    if source == "template":
+        target = jax.eval_shape(ptq.init, key, x)["params"]
+    params = model.init(key, x)["params"]
+    wanted = fewbit.unpack(fewbit.quantize_params(params, target))
+    for args in ((), (params,)):
+        make = lambda tree=params: fewbit.quantize_params(tree, target)  # noqa: E731
+        assert jax.eval_shape(make, *args) == jax.eval_shape(lambda: wanted)
+        found = jax.jit(make)(*args)
+        assert all(map(jnp.array_equal, jax.tree.leaves(found), jax.tree.leaves(wanted)))
+        out = ptq.apply({"params": found}, x)
+        assert jnp.allclose(out, ptq.apply({"params": wanted}, x), rtol=1e-5)

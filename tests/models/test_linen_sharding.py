@@ -105,6 +105,16 @@ def test_tiles_keep_the_axis_of_their_parameter():
     assert scale.unbox().shape == (4, 64) and scale.names == ("model", None)
 
 
+def test_the_scale_of_a_whole_array_is_in_a_box_too():
+    rules = [QuantizationRule(weight_qtype="nvfp4")]
+    ptq, variables, template, quantized = prepared(Boxed(), rules)
+    assert jax.tree.structure(template) == jax.tree.structure(quantized)
+    assert quantized["down"]["kernel"].array.tensor_scale.names == (None, None)
+    again = fewbit.process_prequantized_params(nn.unbox(quantized), template)
+    assert jax.tree.structure(again) == jax.tree.structure(quantized)
+    assert jnp.array_equal(ptq.apply({"params": again}, X), ptq.apply({"params": quantized}, X))
+
+
 def unboxed(tree):
     """What is in the boxes, as it is: under a mesh Flax's own would place it."""
     is_box = lambda value: isinstance(value, nn.Partitioned)  # noqa: E731

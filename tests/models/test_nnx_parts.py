@@ -1,5 +1,9 @@
 """Quantized weights of NNX models: parts that are Params of their own, through every flow."""
 
+import itertools
+import pickle
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 import fewbit
 from fewbit import PtqProvider, QtProvider, QtRule, QuantizationRule
+from fewbit.qarray import part_values
 
 X = normal(4, 64)
 FORMATS = {
@@ -102,6 +107,7 @@ def test_packed_weights_hold_bytes_and_show_codes():
         array = packed.up.kernel.array
         assert array.layout != "plain" and parts(packed)["qvalue"].dtype == jnp.uint8
         assert array.shape == (64, 128) and array.qvalue.dtype == jnp.int4
+        assert array.scale_tile_shape == array.tile_shape == (64, 1)
         np.testing.assert_array_equal(array.qvalue[...], q.up.kernel.array.qvalue[...])
         np.testing.assert_array_equal(array.scale[...], q.up.kernel.array.scale[...])
         with pytest.raises(AttributeError, match=r"a copy of codes.*fewbit\.unpack\(model\)"):
@@ -129,6 +135,68 @@ def test_parts_of_another_layout_are_told():
         nnx.update(mixed, nnx.state(other))
         with pytest.raises(ValueError, match=sentence):
             mixed(X)
+
+
+@pytest.mark.parametrize("name", ["int4", "int3", "nf4"])
+def test_parts_in_bytes_are_told_from_others(name):
+    q = quantize(Mlp(nnx.Rngs(0)), X, rules=[FORMATS[name]])
+    makes = {"unpack(model)": q, "pack(model)": fewbit.pack(q)}
+    makes["pack(model, layout='bits')"] = fewbit.pack(q, layout="bits")
+    for model, (fix, other) in itertools.product(makes.values(), makes.items()):
+        if model.up.kernel.array.layout == other.up.kernel.array.layout:
+            continue
+        mixed = nnx.clone(model)
+        nnx.update(mixed, nnx.state(other))
+        wanted = re.escape(f"model = fewbit.{fix}, then nnx.update(model, state)")
+        with pytest.raises(ValueError, match=f"are not so .*{wanted}"):
+            mixed(X)
+    # What fewbit.load gives is plain.
+    mixed = fewbit.pack(q, layout="bits")
+    loaded = {name: {"kernel": part_values(getattr(q, name).kernel)} for name in ("up", "down")}
+    nnx.update(mixed, loaded)
+    with pytest.raises(ValueError, match=r"kernel' is packed in bytes, .*fewbit\.unpack\(model\)"):
+        mixed(X)
+
+
+@pytest.mark.parametrize("layout", ["native", "bits"])
+def test_packed_models_are_split_merged_copied_and_saved(layout, tmp_path):
+    q = fewbit.pack(quantize(Mlp(nnx.Rngs(0)), X, rules=[FORMATS["nf4"]]), layout=layout)
+    wanted = q(X)
+    graphdef, state = nnx.split(q)
+    for twin in (nnx.merge(graphdef, state), nnx.clone(q), pickle.loads(pickle.dumps(q))):
+        same(parts(twin), parts(q))
+        assert twin.up.kernel.array.layout == q.up.kernel.array.layout
+        assert jnp.array_equal(twin(X), wanted)
+    assert error(nnx.jit(lambda m, x: m(x))(q, X), wanted) < 1e-6
+    other = fewbit.pack(quantize(Mlp(nnx.Rngs(1)), X, rules=[FORMATS["nf4"]]), layout=layout)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(q))
+        checkpointer.wait_until_finished()
+        raw = checkpointer.restore(tmp_path / "state")
+        nnx.update(other, checkpointer.restore(tmp_path / "state", nnx.state(other)))
+    assert jnp.array_equal(other(X), wanted)
+    other = nnx.clone(other)
+    nnx.update(other, jax.tree.map(jnp.zeros_like, nnx.state(other)))
+    nnx.update(other, fewbit.process_prequantized_params(raw, other))
+    assert jnp.array_equal(other(X), wanted)
+
+
+def test_parts_of_a_state_are_no_trainable_leaves():
+    state = nnx.state(quantize(Mlp(nnx.Rngs(0)), X))
+    floats, rest = fewbit.split_trainable(state)
+    assert {leaf.shape for leaf in jax.tree.leaves(floats)} == {(128,), (64,)}
+    assert len(jax.tree.leaves(rest)) == 4
+    mask = fewbit.trainable(state)
+    assert mask["up"]["kernel"]["array"]["scale"] is False
+    same(nnx.to_pure_dict(fewbit.merge_trainable(floats, rest)), nnx.to_pure_dict(state))
+
+
+def test_a_state_is_no_template():
+    q = quantize(Mlp(nnx.Rngs(0)), X)
+    with pytest.raises(
+        TypeError, match=r"Give the model: fewbit\.quantize_params\(params, model\)"
+    ):
+        fewbit.quantize_params(floats(), nnx.state(q))
 
 
 def test_a_weight_that_a_method_writes_is_a_param_again():
@@ -224,6 +292,14 @@ def test_quantize_params_in_programs():
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, wanted)
 
 
+def test_parameters_that_the_model_does_not_have():
+    q, tree = quantize(Mlp(nnx.Rngs(0)), X), {**floats(), "more": {"kernel": jnp.ones((2, 2))}}
+    with pytest.raises(ValueError, match=r"more/kernel is not found .*allow_extra_params=True"):
+        fewbit.quantize_params(tree, q)
+    found = fewbit.quantize_params(tree, q, allow_extra_params=True)
+    same(found, fewbit.quantize_params(floats(), q))
+
+
 @pytest.mark.parametrize("name", ["int8", "int4", "uint4", "nf4", "nvfp4"])
 def test_prequantized_parameters_fill_any_model(name):
     rules = [FORMATS[name]]
@@ -264,59 +340,16 @@ def test_prequantized_parameters_fill_a_layer_of_its_own():
     same(parts(model), parts(wanted))
     np.testing.assert_array_equal(model.down.kernel[...], fewbit.dequantize(wanted.down.kernel))
     assert error(model(X), wanted(X)) < 1e-5
-
-
-# --- Meshes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shape", [(2, 2), (8, 1)])
-def test_each_part_has_its_own_sharding(shape, kind):
-    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(kind,) * 2)
-    axes, rule = ("data", "model"), QuantizationRule(weight_qtype="int8", tile_size=32)
-    # Two tiles: a mesh of eight ways cannot split them.
-    tiles = "data" if shape == (2, 2) else None
-
-    def make():
-        return quantize(nnx.Linear(64, 128, rngs=nnx.Rngs(0), kernel_init=init), X, rules=[rule])
-
-    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
-    with jax.set_mesh(mesh):
-        q = nnx.eval_shape(make)
-        state = nnx.state(q)
-        specs = nnx.to_pure_dict(nnx.get_partition_spec(state))["kernel"]["array"]
-        assert specs == {"qvalue": P("data", "model"), "scale": P(tiles, "model")}
-        shardings = nnx.get_named_sharding(state, mesh)
-        tree = nnx.to_pure_dict(nnx.state(nnx.Linear(64, 128, rngs=nnx.Rngs(0))))
-        tree = jax.tree.map(np.asarray, tree)
-    nnx.update(q, fewbit.quantize_params(tree, q))
-    nnx.update(q, jax.device_put(nnx.state(q), shardings))
-    array = q.kernel.array
-    assert array.qvalue.sharding == NamedSharding(mesh, P("data", "model"))
-    assert array.scale.sharding == NamedSharding(mesh, P(tiles, "model"))
-    plain = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
-    plain.kernel[...] = jnp.asarray(tree["kernel"])
-    if kind == AxisType.Auto:
-        with jax.set_mesh(mesh):
-            assert error(q(X), quantize(plain, X, rules=[rule])(X)) < 1e-5
-
-
-def test_packed_parts_keep_the_axes_that_survive():
-    axes = (None, "data", "model")
-    weight = nnx.Param(normal(4, 64, 64), out_sharding=axes, eager_sharding=False)
-
-    class Stack(nnx.Module):
-        def __init__(self):
-            self.w = weight
-
-        def __call__(self, x):
-            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.w[...])[0]
-
-    q = quantize(Stack(), X, rules=[QuantizationRule(weight_qtype="int3")])
-    spec = lambda part: nnx.get_partition_spec(part).get_value()  # noqa: E731
-    assert spec(q.w.array.qvalue) == P(*axes)
-    bits = fewbit.pack(q, layout="bits").w.array
-    assert spec(bits.data) == P(None, "data", None)
+    # Arrays go where the layer's own lie, and those of a float layer.
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    columns = NamedSharding(mesh, P(None, "model"))
+    weights = [*model.up.kernel["array"].values(), model.down.kernel]
+    for weight in weights:
+        weight.set_value(jax.device_put(weight[...], columns))
+    found = fewbit.process_prequantized_params(nnx.to_pure_dict(nnx.state(wanted)), model)
+    nnx.update(model, found)
+    assert all(weight[...].sharding == columns for weight in weights)
+    same(parts(model), parts(wanted))
 
 
 # --- Files ----------------------------------------------------------------------------------------
@@ -373,6 +406,48 @@ def test_a_trained_model_is_quantized_with_its_statistics():
     assert jnp.array_equal(qt(X), served(X))
     with pytest.raises(ValueError, match="Leave out quant_stats"):
         fewbit.quantize_model(qt, PtqProvider([STATIC]), X, quant_stats=stats)
+
+
+MINMAX = STATIC.replace(act_calibration_method="minmax")
+
+
+@pytest.mark.parametrize("kind", ["concrete", "outside", "made inside"])
+def test_static_scales_and_zero_points_fill_any_model(kind):
+    qt = fewbit.quantize_model(Mlp(nnx.Rngs(0)), QtProvider([MINMAX]), X)
+    qt(X + 1)
+    served = fewbit.quantize_model(qt, PtqProvider([MINMAX]), X)
+    assert type(served.up.dot_general0_lhs_zero_point.array) is nnx.Param
+    state = nnx.to_pure_dict(nnx.state(served))
+    assert state["up"]["dot_general0_lhs_zero_point"]["array"].dtype == jnp.int8
+
+    def make(seed=1):
+        return quantize(Mlp(nnx.Rngs(seed)), X, rules=[MINMAX])
+
+    abstract = nnx.eval_shape(lambda: Mlp(nnx.Rngs(1)))
+    models = {
+        "concrete": make,
+        "outside": lambda: quantize(abstract, X, rules=[MINMAX]),
+        "made inside": lambda: nnx.eval_shape(make),
+    }
+    model, stats = models[kind](), nnx.to_pure_dict(nnx.state(qt, fewbit.QuantStat))
+    params = nnx.to_pure_dict(nnx.state(qt, nnx.Param))
+    nnx.update(model, fewbit.quantize_params(params, model, stats))
+    same(nnx.to_pure_dict(nnx.state(model)), state)
+    assert jnp.array_equal(model(X), served(X))
+    model = models[kind]()
+    nnx.update(model, fewbit.process_prequantized_params(state, model))
+    same(nnx.to_pure_dict(nnx.state(model)), state)
+    assert jnp.array_equal(model(X), served(X))
+
+
+def test_scales_that_were_learned_are_served():
+    learns = QtRule(weight_qtype="int4", weight_calibration_method="learned")
+    qt = fewbit.quantize_model(Mlp(nnx.Rngs(0)), QtProvider([learns]), X)
+    qt.up.kernel_qscale[...] *= 1.5
+    served = fewbit.quantize_model(qt, PtqProvider([learns]), X)
+    np.testing.assert_allclose(served.up.kernel.array.scale[...], qt.up.kernel_qscale[...])
+    assert "kernel_qscale" not in nnx.to_pure_dict(nnx.state(served))["up"]
+    assert jnp.array_equal(served(X), qt(X))
 
 
 def test_set_attributes_reach_every_submodule():

@@ -4,6 +4,7 @@ What Qwix makes of the same blocks is compared in tests/compared/test_peers_page
 """
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Mapping
 
@@ -309,3 +310,12 @@ def test_a_packed_weight_shows_the_weight_s_own_shapes_and_types(heading, code):
         assert same(vars_of(kernel), vars_of(plain)), "the same numbers, read through the packing"
         has_parts(pure(fewbit.unpack(packed))[layer]["kernel"], (rows, columns), (1, columns), code)
     assert close(packed(names["model_input"]), names["output"])
+
+
+def test_dataclasses_replace_is_an_error_and_the_array_s_own_is_not():
+    array = run("The core API").names["tiled_rhs"]
+    with pytest.raises(AttributeError, match=r"Write x\.replace\(\.\.\.\)"):
+        dataclasses.replace(array, scale=2 * array.scale)
+    twice = array.replace(scale=2 * array.scale)
+    assert twice.qtype == array.qtype
+    assert same(fewbit.dequantize(twice), 2 * fewbit.dequantize(array))

@@ -1,6 +1,8 @@
 """QArray: against float64 for every format and granularity; its laws; its life as a pytree."""
 
 import copy
+import dataclasses
+import inspect
 import pickle
 
 import jax
@@ -28,6 +30,7 @@ from fewbit.qarray import (
     quantize,
     quantize_with,
     quantize_with_scale_zero_point,
+    to_panels,
     validate_qarray,
 )
 from fewbit.qarray._ranges import split_two_levels
@@ -486,3 +489,25 @@ def test_equality_that_has_no_answer(wrap):
                 compare(q, other)
     with pytest.raises(TypeError, match="is being traced.*jax.tree.map.jax.numpy.array_equal, a"):
         jax.jit(lambda a, b: a == b)(q, wrap(made()))
+
+
+@pytest.mark.parametrize("name", ["replace", "a packed array", "copy"])
+def test_dataclasses_replace_says_what_keeps_the_type(name):
+    """It knows parts alone: an int3 array would come back as one of int4."""
+    q = made("int3", tiled_axes={0: 4})
+    q = to_panels(made("int3"), "kn") if name == "a packed array" else q
+    change = (
+        getattr(copy, "replace", dataclasses.replace) if name == "copy" else dataclasses.replace
+    )
+    words = r"replace knows the parts of a \w+ alone, .*type, tiles, layout.*x\.replace\(\.\.\.\)"
+    with pytest.raises(AttributeError, match=words):
+        change(q, scale=q.scale)
+    with pytest.raises(AttributeError, match="parts of a WithAux alone"):
+        change(WithAux(q, HowToQuantize(qtype="int3")), array=q)
+    assert [field.name for field in dataclasses.fields(q)] == [
+        *("qvalue", "scale", "zero_point", "tensor_scale")
+    ]
+    assert not hasattr(q, "_copied") and dict(inspect.getmembers(q))["shape"] == q.shape
+    assert q.scale_tile_shape == q.tile_shape
+    again = q.replace(scale=q.scale * 2)
+    assert (again.qtype, again.tiles, again.shape) == (q.qtype, q.tiles, q.shape)

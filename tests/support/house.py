@@ -61,7 +61,7 @@ TWICE = """
 
 # Lines that a package may have, in all its files.
 BUDGETS = {
-    **{"_util": 2150, "numerics": 710, "qarray": 3900, "rules": 1610, "kernels": 3060},
+    **{"_util": 2150, "numerics": 710, "qarray": 3945, "rules": 1610, "kernels": 3060},
     **{"ops": 4250, "tracing": 1180, "planning": 2850, "interpreter": 2830, "providers": 690},
     **{"calibration": 1610, "training": 2290, "adapters": 820, "params": 670, "models": 4430},
     **{

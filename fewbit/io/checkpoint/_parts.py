@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from fewbit._util import key_name
 from fewbit.io.checkpoint._tree import flax_trees
@@ -18,8 +20,10 @@ from fewbit.qarray import (
     QArray,
     WithAux,
     abstract_quantized,
+    pack,
     parts_of,
     to_panels,
+    unpack,
     why_no_panels,
 )
 
@@ -63,16 +67,18 @@ def weight_of_parts(parts: Any, wanted: QArray, how: HowToQuantize) -> QArray | 
     """The plain array that parts are of, which may lie packed for kernels; None if they do not."""
     if not isinstance(parts, Mapping):
         return None
-    parts = {name: part for name, part in parts.items() if part is not None}
+    given = {name: part for name, part in parts.items() if part is not None}
+    parts = {n: jnp.asarray(p) if isinstance(p, np.ndarray) else p for n, p in given.items()}
     for like in _forms(wanted, how):
         shapes = {name: tuple(part.shape) for name, part in parts_of(like).items()}
         if shapes == {name: tuple(getattr(part, "shape", ())) for name, part in parts.items()}:
-            made = like.of_parts(like._static, parts)
-            return made if like is wanted else made.plain()
+            return unpack(like.of_parts(like._static, parts))
     return None
 
 
 def _forms(wanted: QArray, how: HowToQuantize) -> Any:
+    """How the array may lie: plain, in bytes, in panels."""
     yield wanted
+    yield pack(wanted)
     if how.roles is not None and why_no_panels(wanted, how.roles) is None:
         yield to_panels(wanted, how.roles)

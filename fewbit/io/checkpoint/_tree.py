@@ -25,6 +25,7 @@ import numpy as np
 from fewbit import models
 from fewbit._util import describe, key_name
 from fewbit.io._encoding import KNOWN_DTYPES, Encoding, encoding_of, to_numpy
+from fewbit.kernels import refuse_parts
 from fewbit.numerics import qtype_name
 from fewbit.planning import LeafPlan, QuantizedParams, how_to_dict
 from fewbit.qarray import (
@@ -117,6 +118,7 @@ class TreeEncoder:
             raise ValueError(_MSG_DEEP.format(path=path[:60] + "...", most=MOST_DEPTH))
         flax = flax_trees()
         if flax is not None and flax.is_nnx(tree):
+            refuse_parts(tree, "fewbit.save(path, model), or the plan too, save(path, state, plan)")
             tree = flax.pure(tree)
         if tree is None:
             return None

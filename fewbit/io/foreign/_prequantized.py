@@ -47,6 +47,9 @@ from fewbit.qarray import unpack as unpack_codes
 
 # --- One parameter in the form of a template's: types, tiles, zero points -------------------------
 
+# What flax.serialization writes beside the parts.
+_STATICS = ("qtype", "layout", "last_dim", "tiles")
+
 _MSG_NOT_QUANTIZED = (
     "{path} is quantized in the template_params. Expected a dict containing qvalue/scale leaves. "
     "Got {found}; to quantize float parameters call fewbit.quantize_params."
@@ -59,6 +62,10 @@ _MSG_PACKED = (
     "{path} holds codes that lie packed for one machine's kernels, which do not tell their type. "
     "Give a model quantized alike as the template, or unpack before saving: "
     "nnx.state(fewbit.unpack(model))."
+)
+_MSG_IN_BYTES = (
+    "{path} holds codes at their true width, as bytes, and the template one for each element. Give "
+    "a model that lies so as the template, and update that: fewbit.pack(model, layout='bits')."
 )
 _MSG_ZERO_POINT = (
     '{path} provided an unexpected "zero_point" for a symmetric quantized param. Make the template '
@@ -87,7 +94,11 @@ def fitted(path: str, value: Any, leaf: Any, keeps_scales: bool) -> Any:
         return parts_of(_as_template(path, q, wanted, isinstance(value, Mapping), keeps_scales))
     if isinstance(leaf, WithAux) and isinstance(leaf.array, QArray):
         wanted = jax.eval_shape(unpack_codes, unbox_parts(leaf.array))
-        found = weight_of_parts(value, wanted, leaf.how) if _is_packed(value) else None
+        in_bytes = _is_in_bytes(value, wanted)
+        if in_bytes and leaf.array.layout != "bits":
+            raise ValueError(_MSG_IN_BYTES.format(path=path))
+        packed = in_bytes or _is_packed(value)
+        found = weight_of_parts(value, wanted, leaf.how) if packed else None
         q = codes_of(path, value, leaf.how.qtype) if found is None else found
         new = _as_template(path, q, wanted, isinstance(value, Mapping), keeps_scales)
         return leaf.replace(array=rebox(new, leaf.array if is_box(leaf.array.data) else None))
@@ -114,6 +125,7 @@ def codes_of(path: str, value: Any, qtype: Any) -> QArray:
     if not isinstance(value, Mapping):
         raise ValueError(_MSG_NOT_QUANTIZED.format(path=path, found=describe(value)))
     value = {name: part for name, part in value.items() if part is not None}
+    told = {name: value.pop(name) for name in _STATICS if name in value}
     unknown = sorted(set(value) - set(PARTS))
     if unknown:
         raise ValueError(_MSG_UNSUPPORTED.format(path=path, found=unknown, known=list(PARTS)))
@@ -124,6 +136,9 @@ def codes_of(path: str, value: Any, qtype: Any) -> QArray:
     parts: dict[str, Any] = {
         name: jnp.asarray(value[name]) if name in value else None for name in PARTS
     }
+    if "qtype" in told:
+        tiles = [(int(axis), int(tile)) for axis, tile in told.pop("tiles", {}).items()]
+        return unpack_codes(QArray(**parts, **told, tiles=tiles))
     if qtype is None:
         return QArray(**parts)
     for name in ("qvalue", "zero_point"):
@@ -134,10 +149,20 @@ def codes_of(path: str, value: Any, qtype: Any) -> QArray:
 
 def _is_packed(value: Any) -> bool:
     """Whether codes lie in panels, as in the state of a packed NNX model."""
+    return _has_bytes(value) and value["qvalue"].ndim > value["scale"].ndim
+
+
+def _is_in_bytes(value: Any, wanted: QArray) -> bool:
+    """Whether codes lie at true width, as in the state of a model packed with layout='bits'."""
+    if not _has_bytes(value) or "qtype" in value or wanted.data.dtype == np.uint8:
+        return False
+    return value["qvalue"].shape == pack_codes(wanted).data.shape != wanted.shape
+
+
+def _has_bytes(value: Any) -> bool:
     if not isinstance(value, Mapping) or not {"qvalue", "scale"} <= set(value):
         return False
-    codes = value["qvalue"]
-    return codes.ndim > value["scale"].ndim and codes.dtype == np.uint8
+    return getattr(value["qvalue"], "dtype", None) == np.uint8
 
 
 def _as_template(path: str, q: QArray, wanted: QArray, bare: bool, keeps_scales: bool) -> QArray:
@@ -266,10 +291,11 @@ def process_prequantized_params(
     if isinstance(checkpoint_params, ForeignCheckpoint):
         checkpoint_params = checkpoint_params.tree()
     template = _Template(template_params)
-    given = dict(leaves_of(checkpoint_params))
-    if template.is_nnx and not set(given) & set(template.leaves):
+    given = template.named(leaves_of(checkpoint_params))
+    if template.is_nnx and template.misfits(given):
         # As Orbax restores an NNX state without a template: each Variable a dict of its value.
-        given = dict(leaves_of(_without_values(checkpoint_params)))
+        bare = template.named(leaves_of(_without_values(checkpoint_params)))
+        given = bare if template.misfits(bare) < template.misfits(given) else given
     extra = [path for path in given if path not in template.leaves]
     if extra and not allow_extra_params:
         missing = [path for path in template.leaves if path not in given]
@@ -310,6 +336,25 @@ class _Template:
         known = lambda v: hasattr(v, "shape") or is_box(v) or isinstance(v, Mapping)  # noqa: E731
         if not any(map(known, self.leaves.values())):
             raise TypeError(_MSG_TEMPLATE.format(found=describe(source)))
+
+    def named(self, given: Iterator[tuple[str, Any]]) -> dict[str, Any]:
+        """A checkpoint's parameters by name; a static scale may lie below a word 'array'."""
+        found = {}
+        for path, value in given:
+            owner = path.removesuffix("/array")
+            found[owner if path not in self.leaves and owner in self.leaves else path] = value
+        return found
+
+    def misfits(self, given: Mapping[str, Any]) -> int:
+        """How many parameters are not there, or have parts that are no arrays."""
+        parts = {
+            path: value.values() if isinstance(value, Mapping) else ()
+            for path, value in given.items()
+        }
+        return sum(
+            path not in self.leaves or any(isinstance(part, Mapping) for part in found)
+            for path, found in parts.items()
+        )
 
     def finished(self, value: Any, leaf: Any) -> Any:
         """In the layout that the template has, or that kernels read."""
@@ -370,8 +415,8 @@ def _all_in_values(tree: Any) -> bool:
 def _without_values(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
-    if set(tree) == {"value"}:
-        return _without_values(tree["value"])
+    if set(tree) == {"value"} and not _all_in_values(tree["value"]):  # else a module of that name
+        return tree["value"]
     return {key: _without_values(value) for key, value in tree.items()}
 
 

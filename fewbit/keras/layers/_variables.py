@@ -29,6 +29,10 @@ _MSG_ASSIGN = (
     "{path} is stored as {qtype} and cannot be assigned to. Set the float model's weights and "
     "quantize it again, or load a saved quantized model: keras.saving.load_model(...)."
 )
+_MSG_CONSTANT = (
+    "{path} is a constant ({setting}=True), which compiled programs would go on using as it is: it "
+    "takes no other value. Load the whole model: keras.saving.load_model(...)."
+)
 _MSG_CELL = (
     "{path} is stored as {qtype} for its cell's own steps. Read it as `.value`, which decodes it."
 )
@@ -75,6 +79,11 @@ class Stored:
     treedef: Any
     parts: list[Any]
     dtypes: list[Any]
+
+    @property
+    def constant(self) -> bool:
+        """Whether its parts are arrays."""
+        return not any(isinstance(part, keras.Variable) for part in self.parts)
 
     def value(self) -> WithAux:
         """The value now: traced inside a `keras.StatelessScope` that maps the parts."""
@@ -148,11 +157,19 @@ def hollow(layer: keras.Layer, variable: keras.Variable, stored: Stored | None) 
 
 
 def fill(
-    layer: keras.Layer, variable: keras.Variable, value: WithAux, old: Stored | None
+    layer: keras.Layer,
+    variable: keras.Variable,
+    value: WithAux,
+    old: Stored | None,
+    *,
+    constant: bool = False,
 ) -> Stored:
     """Let a hollow variable read `value`; parts that it had before take the new numbers."""
     leaves, treedef = jax.tree.flatten(_at_whole_bytes(value))
     held = [_held(leaf) for leaf in leaves]
+    if old is not None and old.constant:
+        check_constants(variable.path, "const_weight", old.parts, leaves)
+        return old
     if old is not None:
         if [part.shape for part in old.parts] == [array.shape for array in held]:
             for part, array in zip(old.parts, held, strict=True):
@@ -161,7 +178,16 @@ def fill(
             return old
         for part in old.parts:
             layer._untrack_variable(part)
-    return store(layer, variable, value)
+    return store(layer, variable, value, constant=constant)
+
+
+def check_constants(path: str, setting: str, old: list[Any], new: list[Any]) -> None:
+    """Raise if constants would be given other values."""
+    same = len(old) == len(new) and all(
+        np.array_equal(_held(a), _held(b)) for a, b in zip(old, new, strict=True)
+    )
+    if not same:
+        raise ValueError(_MSG_CONSTANT.format(path=path, setting=setting))
 
 
 def drop_variables(layer: keras.Layer, variables: list[keras.Variable]) -> None:

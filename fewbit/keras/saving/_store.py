@@ -20,7 +20,14 @@ import ml_dtypes
 import numpy as np
 
 from fewbit.keras.layers._program import LayerState
-from fewbit.keras.layers._variables import PARTS, fill, own_variables, set_variable, value_of
+from fewbit.keras.layers._variables import (
+    PARTS,
+    check_constants,
+    fill,
+    own_variables,
+    set_variable,
+    value_of,
+)
 from fewbit.keras.saving._format import checksum, damaged, holding, opened, sealed
 from fewbit.kernels import for_kernels
 from fewbit.numerics import format_of, pack_pieces, packed_length, qtype_name
@@ -158,7 +165,8 @@ def save_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
         store[str(number)], about = to_file(variable.value)
         record["variables"][str(number)] = {"name": variable.name, **about}
     for name, stored in state.stored.items():
-        record["stored"][name] = _save_stored(stored.value(), name, state, store)
+        about = _save_stored(stored.value(), name, state, store)
+        record["stored"][name] = about | ({"constant": True} if stored.constant else {})
     for name, scale in state.scales.items():
         store[f"scale.{name}"], about = to_file(value_of(scale))
         record["scales"][name] = {"constant": not isinstance(scale, keras.Variable), **about}
@@ -211,7 +219,8 @@ def load_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
         value = _load_stored(store, name, about, where, state)
         if name in state.stored:
             _check_same(state.stored[name].value(), value, where, name)
-        state.stored[name] = fill(layer, state.hollow[name], value, state.stored.get(name))
+        old, constant = state.stored.get(name), about.get("constant") is True
+        state.stored[name] = fill(layer, state.hollow[name], value, old, constant=constant)
     if read is not None:
         read.append(layer)
         return
@@ -219,7 +228,11 @@ def load_variables(layer: keras.Layer, state: LayerState, store: Any) -> None:
         key = f"scale.{name}"
         scale = jnp.asarray(_read_array(store, key, about, where, where, f"scale {name!r}"))
         old = state.scales.get(name)
-        state.scales[name] = scale if about["constant"] else set_variable(layer, name, scale, old)
+        if old is not None and not isinstance(old, keras.Variable):
+            check_constants(f"{where}/{name}", "const_scale", [old], [scale])
+            continue
+        constant = about["constant"] and old is None
+        state.scales[name] = scale if constant else set_variable(layer, name, scale, old)
 
 
 def float_variables(layer: keras.Layer, state: LayerState) -> list[keras.Variable]:

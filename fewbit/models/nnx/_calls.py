@@ -28,7 +28,7 @@ from fewbit.interpreter import (
     plain,
     split_call,
 )
-from fewbit.models._flax_parts import join_parts, split_parts, whole_variable
+from fewbit.models._flax_parts import check_layout, join_parts, split_parts, whole_variable
 from fewbit.models.nnx._companions import LearnedScale, dropout_key, is_adapter
 from fewbit.models.nnx._scopes import (
     close_scopes,
@@ -38,7 +38,7 @@ from fewbit.models.nnx._scopes import (
     remember_call,
 )
 from fewbit.planning import NOISE, STREAM, ScaleName, is_static_scale
-from fewbit.qarray import PACKED_AXES, PanelArray, QArray, WithAux, is_stored
+from fewbit.qarray import is_stored
 
 # --- NNX objects as structure: what a call changed besides the values of Variables ----------------
 
@@ -220,11 +220,6 @@ _NO_SCOPES = (
     "without module scopes: a Site's path is its weight's, products of two activations have none"
 )
 
-_MSG_LAYOUT = (
-    "The weight '{name}' is {own} for kernels, and the parts it was given are not so (codes "
-    "{codes}). Update a model of their own layout: model = fewbit.{fix}(model), then "
-    "nnx.update(model, state)."
-)
 _MSG_PARTS = (
     "The Variable at '{path}' was given the parts of a stored weight ({parts}), but it is one "
     "Variable, as of a float model. Update a model that is quantized: "
@@ -460,7 +455,7 @@ class NnxRunner(Runner):
         """As every runner; a model that cannot bear module paths is traced without them."""
         flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored)
         for key, value in flat:
-            _check_layout(self.leaf_path(key), value)
+            check_layout(self.leaf_path(key), value)
         try:
             traced = super().trace(tree)
         except UntraceableModelError:
@@ -514,18 +509,6 @@ class NnxRunner(Runner):
             if path in changed and isinstance(leaf, In)
         ]
         return [name for name in map(self.names.__getitem__, numbers) if name is not None]
-
-
-def _check_layout(name: str | None, value: Any) -> None:
-    """Raise if a weight was given the parts of one that lies otherwise."""
-    q = value.array if isinstance(value, WithAux) else value
-    if not isinstance(q, QArray):
-        return
-    packed = isinstance(q, PanelArray)
-    if q.data.ndim < PACKED_AXES if packed else q.data.ndim != q.scale.ndim:
-        words = ("packed", "unpack") if packed else ("not packed", "pack")
-        codes = tuple(q.data.shape)
-        raise ValueError(_MSG_LAYOUT.format(name=name, own=words[0], fix=words[1], codes=codes))
 
 
 def is_scale(path: Path, variable: Any) -> bool:

@@ -12,7 +12,7 @@ from fewbit.adapters import fresh as fresh_adapter
 from fewbit.models._flax_parts import joined, put, whole_variable
 from fewbit.models.nnx._scopes import modules
 from fewbit.planning import AdapterPlan, Plan, PlanError, Request, weight_of
-from fewbit.qarray import MESH_AXES, kept_names
+from fewbit.qarray import devices_of, kept_names, weight_axes
 from fewbit.training import QSCALE, is_learned, started
 
 DROPOUT_ATTRIBUTE = "lora_dropout"
@@ -91,10 +91,8 @@ def fresh(adapter: AdapterPlan, key: jax.Array, weight: nnx.Variable) -> dict[st
     made: dict[str, nnx.Variable] = {}
     for name, array in arrays.items():
         variable = nnx.LoRAParam(place(array, name, adapter, value))
-        for axes in MESH_AXES:
-            if metadata.get(axes) is not None:
-                names = factor_names(tuple(metadata[axes]), name, adapter)
-                variable.set_metadata(**{axes: names})
+        for axes, names in weight_axes(metadata).items():
+            variable.set_metadata(**{axes: factor_names(names, name, adapter)})
         made[name] = variable
     return made
 
@@ -208,10 +206,9 @@ def _fresh(weight: nnx.Variable, how: Any) -> LearnedScale:
     scale = started(value, how)
     variable = LearnedScale(scale)
     metadata = weight.get_metadata()
-    for axes in MESH_AXES:
-        if metadata.get(axes) is not None:
-            names = kept_names(tuple(metadata[axes]), scale.shape, value.shape)
-            variable.set_metadata(**{axes: names})
+    for axes, names in weight_axes(metadata).items():
+        own = kept_names(names, scale.shape, value.shape, devices_of(metadata))
+        variable.set_metadata(**{axes: own})
     return variable
 
 

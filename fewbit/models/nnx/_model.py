@@ -28,7 +28,6 @@ from fewbit.interpreter import (
 from fewbit.kernels import unpack, would_be_faster
 from fewbit.models import _flax_files
 from fewbit.models._flax_parts import (
-    is_part,
     join_parts,
     register_parts,
     split_parts,
@@ -49,7 +48,7 @@ from fewbit.models.nnx._scopes import (
 )
 from fewbit.params import quantize_leaf, quantize_params, static_scales
 from fewbit.planning import LeafPlan, Plan, PlanError, Request, empty_scales
-from fewbit.qarray import abstract_quantized, is_stored
+from fewbit.qarray import abstract_quantized, is_part, is_stored
 from fewbit.training import by_name, remembered_ranges
 
 _flax_files.register()  # models that are unpickled come by no other way
