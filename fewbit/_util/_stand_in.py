@@ -31,7 +31,7 @@ _MSG_NO_MODULE = (
     "'{word}' is a name in {module} and no module: write `from {module} import {word}`."
 )
 _ELSEWHERE = " It is in {}."
-_LISTED = " It has {}; dir({}) lists what there is."
+_HAS, _DIR, _FEW = " It has {}.", " dir({}) lists what there is.", 12
 
 
 class AlreadyImported(ImportError, RuntimeError):
@@ -138,7 +138,8 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return _MSG_NO_MODULE.format(word=word, module=module)
         homes = [self._full(other) for other in self.modules if word in self.names(other)]
         near = _ELSEWHERE.format(min(homes, key=len)) if homes else nearest(word, names, cutoff=0.6)
-        near = near or _LISTED.format(", ".join(sorted(names)), module)
+        listed = _HAS.format(", ".join(sorted(names))) if len(names) <= _FEW else ""
+        near = near or listed + _DIR.format(module)
         return self.said.no_name.format(name=self.name, module=module, word=word, near=near)
 
 

@@ -123,9 +123,16 @@ def test_a_program_that_ends_itself(folder, argument, code, said):
         (["--plan"], "--plan needs a FILE after it."),
         (["-m"], "-m needs a MODULE after it."),
         (["nothing.py"], "can't open file 'nothing.py': No such file or directory."),
-        (["package.inner"], "No such file or directory. A module is named after -m: -m package.in"),
+        (
+            ["package.inner"],
+            "can't open file 'package.inner': No such file or directory. A module is named after "
+            "-m: -m package.inner.",
+        ),
         (["--plan", "no/p.json", "../probe.py"], "--plan no/p.json: there is no folder /"),
-        (["--plan", ".", "../probe.py"], "this is a folder. Name a file in it, as ./plan.json."),
+        (
+            ["--plan", ".", "../probe.py"],
+            "--plan .: this is a folder. Name a file in it, as ./plan",
+        ),
         (["-m", "nothing.at.all"], "no module named 'nothing.at.all'."),
         (["-m", "package"], "'package' is a package without a __main__ and cannot be run."),
     ],

@@ -378,9 +378,8 @@ def test_a_first_model_is_quantized_saved_and_loaded(folder):
     assert said(out, "match") == "True"
 
 
-@pytest.mark.parametrize(
-    "name", ["composable", *(pytest.param(n, marks=pytest.mark.long) for n in MADE if n[0] != "c")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", MADE)
 def test_configs_in_the_program_and_in_a_file(folder, name):
     out = run(folder, "configs.py", "--quant_config_file", f"{name}.json")
     static, dynamic = "QStaticDense", "QDynamicDense"
