@@ -1,4 +1,4 @@
-from fewbit.models import _flax_files as flax_trees
+from fewbit.models import _flax_trees as flax_trees
 from fewbit.models._calibrate import Batch as Batch
 from fewbit.models._calibrate import calibrate as calibrate
 from fewbit.models._convert import add_learned_scales as add_learned_scales

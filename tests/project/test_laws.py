@@ -502,6 +502,21 @@ def test_import_fewbit_adds_nothing_but_fewbit_and_the_standard_library():
     """)
 
 
+def test_a_linen_model_is_planned_and_run_without_nnx():
+    run_python("""
+        import sys
+        import flax.linen as nn, jax, jax.numpy as jnp, fewbit
+        model, x, before = nn.Dense(4), jnp.ones((2, 8)), set(sys.modules)
+        rules = [fewbit.QuantizationRule(weight_qtype="int8")]
+        params = model.init(jax.random.key(0), x)["params"]
+        params = fewbit.quantize_params(params, fewbit.plan(model, rules, x))
+        fewbit.quantize_model(model, fewbit.PtqProvider(rules)).apply({"params": params}, x)
+        new = {".".join(name.split(".")[:2]) for name in set(sys.modules) - before}
+        found = {name for name in new if name == "flax.nnx" or name.split(".")[0] == "optax"}
+        assert not found, f"a Linen model also loads {sorted(found)}"
+    """)
+
+
 def test_import_fewbit_does_not_open_the_native_library():
     run_python("""
         import fewbit, fewbit.kernels
