@@ -95,6 +95,10 @@ class PanelArray(QArray):
     if TYPE_CHECKING:
         _layer: Any
 
+    def __new__(cls, *parts: Any, _copied: Any = None, **fields: Any) -> Any:
+        # `dataclasses.replace` has read the parts one code per element.
+        return QArray(**fields, _copied=_copied) if _copied is not None else object.__new__(cls)
+
     def __init__(self, *parts: Any, static: Any):
         self._set(*parts[:4], static)
         object.__setattr__(self, "_layer", parts[4] if len(parts) > 4 else None)

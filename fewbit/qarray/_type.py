@@ -38,10 +38,6 @@ _MSG_EQUAL_TO_ARRAY = (
     "{ours!r} == {other} has no answer: codes are rounded, so element by element hardly any would "
     "be equal. Decode first: jax.numpy.allclose(fewbit.dequantize(...), array)."
 )
-_MSG_COPY = (
-    "dataclasses.replace knows the parts of a {kind} alone, and would lose what they mean: type, "
-    "tiles, layout, how they were made. Write x.replace(...), which keeps all that."
-)
 
 
 class _Stored:
@@ -51,11 +47,6 @@ class _Stored:
     """
 
     __slots__ = ("__weakref__",)
-
-    @property
-    def _copied(self) -> Any:
-        """An init-only field, which `dataclasses.replace` alone looks up."""
-        raise AttributeError(_MSG_COPY.format(kind=type(self).__name__))
 
     def items(self) -> Any:
         """The parts by name, one code per element, as `nnx.update` reads the values of a node."""
@@ -147,6 +138,7 @@ class QArray(_Stored):
     scale: Any
     zero_point: Any
     tensor_scale: Any
+    # `dataclasses.replace` knows fields alone: it hands this on too, and what they mean is kept.
     _copied: dataclasses.InitVar[Any]
 
     def __init__(
@@ -161,7 +153,11 @@ class QArray(_Stored):
         tiles: Sequence[tuple[int, int]] = (),
         layout: str = "plain",
         last_dim: int | None = None,
+        _copied: QArray | None = None,
     ):
+        if _copied is not None:  # whose `.qvalue` was read: one code per element
+            qtype, tiles = qtype or _copied.qtype, tiles or _copied.tiles
+            dtype = dtype or _copied._static[1]
         if qtype is None:
             name = getattr(getattr(qvalue, "dtype", None), "name", None)
             qtype = name if layout == "plain" and name in FORMATS else None
@@ -230,6 +226,10 @@ class QArray(_Stored):
         if row.kind == "sign":  # the bit is the sign
             return (1 - 2 * patterns.astype(jnp.int8)).astype(row.storage)
         return from_bit_patterns(patterns, row.bits, row.storage)
+
+    @property
+    def _copied(self) -> QArray:
+        return self
 
     @property  # type: ignore[no-redef]
     def scale(self) -> Any:
@@ -380,10 +380,12 @@ class WithAux(_Stored):
     """
 
     array: Any  # the only field: `how` is not data, and what prints trees cannot print it
-    _copied: dataclasses.InitVar[Any]
+    if TYPE_CHECKING:
+        how: HowToQuantize
+    else:  # which `dataclasses.replace` hands on
+        how: dataclasses.InitVar[Any] = None
 
     def __init__(self, array: Any, how: HowToQuantize):
-        self.how: HowToQuantize
         object.__setattr__(self, "array", array)
         object.__setattr__(self, "how", how)
 

@@ -31,6 +31,7 @@ from fewbit.qarray import (
     quantize_with,
     quantize_with_scale_zero_point,
     to_panels,
+    unpack,
     validate_qarray,
 )
 from fewbit.qarray._ranges import split_two_levels
@@ -491,23 +492,28 @@ def test_equality_that_has_no_answer(wrap):
         jax.jit(lambda a, b: a == b)(q, wrap(made()))
 
 
-@pytest.mark.parametrize("name", ["replace", "a packed array", "copy"])
-def test_dataclasses_replace_says_what_keeps_the_type(name):
+@pytest.mark.parametrize("name", ["plain", "bits", "panels", "copy"])
+def test_dataclasses_replace_keeps_what_the_parts_mean(name):
     """It knows parts alone: an int3 array would come back as one of int4."""
-    q = made("int3", tiled_axes={0: 4})
-    q = to_panels(made("int3"), "kn") if name == "a packed array" else q
+    tiled = dict(tiled_axes={0: 4}) if name != "panels" else {}
+    q = made("int3", **tiled)
+    q = {"bits": pack, "panels": lambda q: to_panels(q, "kn")}.get(name, lambda q: q)(q)
     change = (
         getattr(copy, "replace", dataclasses.replace) if name == "copy" else dataclasses.replace
     )
-    words = r"replace knows the parts of a \w+ alone, .*type, tiles, layout.*x\.replace\(\.\.\.\)"
-    with pytest.raises(AttributeError, match=words):
-        change(q, scale=q.scale)
-    with pytest.raises(AttributeError, match="parts of a WithAux alone"):
-        change(WithAux(q, HowToQuantize(qtype="int3")), array=q)
+    again = change(q, scale=2 * q.scale)
+    assert (again.layout, again.dtype) == ("plain", q.dtype)
+    assert (again.qtype, again.tiles) == (q.qtype, q.tiles)
+    assert jnp.array_equal(dequantize(again), 2 * dequantize(q))
+    assert change(q).replace(dtype=None) == unpack(q).replace(dtype=None)
+    assert change(q, qtype="int4").qtype == jnp.dtype("int4")
+    how = HowToQuantize(qtype="int3")
+    assert change(WithAux(q, how), array=again) == WithAux(again, how)
     assert [field.name for field in dataclasses.fields(q)] == [
         *("qvalue", "scale", "zero_point", "tensor_scale")
     ]
-    assert not hasattr(q, "_copied") and dict(inspect.getmembers(q))["shape"] == q.shape
+    assert [field.name for field in dataclasses.fields(WithAux(q, how))] == ["array"]
+    assert dict(inspect.getmembers(q))["shape"] == q.shape
     assert q.scale_tile_shape == q.tile_shape
-    again = q.replace(scale=q.scale * 2)
-    assert (again.qtype, again.tiles, again.shape) == (q.qtype, q.tiles, q.shape)
+    half = change(made("int8").replace(dtype="bfloat16"), scale=q.scale)
+    assert half.dtype == jnp.bfloat16
