@@ -31,6 +31,8 @@ from fewbit.interpreter import (
 from fewbit.models._flax_parts import check_layout, join_parts, split_parts, whole_variable
 from fewbit.models.nnx._companions import LearnedScale, dropout_key, is_adapter
 from fewbit.models.nnx._scopes import (
+    RNGS,
+    UPDATE_OFF,
     close_scopes,
     last_runner,
     open_scopes,
@@ -226,10 +228,6 @@ _MSG_PARTS = (
     "model = fewbit.quantize_model(model, provider, *inputs), then nnx.update(model, state)."
 )
 
-RNGS = "qwix_rngs"  # the attribute that people set by `model.set_attributes(qwix_rngs=nnx.Rngs(0))`
-
-UPDATE_OFF = "disable_quant_stats_update"  # set by people to evaluate without counting
-
 
 class QuantStat(nnx.Variable):
     """The activation ranges that training has seen at one operand, for its static scale."""
@@ -424,6 +422,13 @@ def noise_key(model: nnx.Module, provider: Any) -> Any:
     return rngs[STREAM]() if provider.trains and provider.draws_noise and rngs is not None else None
 
 
+_MSG_MOVED = (
+    "{method} of {model} takes the parameter '{path}' out of its place, or puts it in two. A call "
+    "is computed from the model as it was and cannot move a weight: do it outside of methods (as "
+    "in `model.b = model.a`), or to the float model before it is quantized."
+)
+
+
 class NnxRunner(Runner):
     """A runner that reports changed state instead of returning all of it."""
 
@@ -448,6 +453,8 @@ class NnxRunner(Runner):
         )
         self.names, self.before, self.call, self.graphdef = names, before, call, graphdef
         self.makers = whole.makers
+        self._params = [path for path, v in variables.items() if isinstance(v, nnx.Param)]
+        self._what = dict(method=method, model=type(model).__name__)
         self._unscoped: Any = jax.jit(functools.partial(twin, False))
         self._notes: tuple[str, ...] = ()
 
@@ -475,6 +482,10 @@ class NnxRunner(Runner):
 
     def finish(self, traced: Traced, outs: list[Any], values: list[Any]) -> Outcome:
         after = jax.tree.unflatten(traced.out_tree, list(range(len(outs))))
+        there = {path for path, _ in after.state}
+        gone = next((path for path in self._params if path not in there), None)
+        if gone is not None:
+            raise ValueError(_MSG_MOVED.format(path="/".join(map(str, gone[1:])), **self._what))
         numbers = iter(after.arrays)
         new: list[Any] = []
 

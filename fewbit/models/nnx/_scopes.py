@@ -19,6 +19,8 @@ from fewbit.tracing import scope_name
 
 _PATH = "_fewbit_path"  # on a twin's modules while it is traced
 _PLACE = "_fewbit_place"  # on a quantized model's modules
+RNGS = "qwix_rngs"  # the attribute that people set by `model.set_attributes(qwix_rngs=nnx.Rngs(0))`
+UPDATE_OFF = "disable_quant_stats_update"  # set by people to evaluate without counting
 
 
 class Place:
@@ -116,15 +118,33 @@ def modules(node: Any) -> list[tuple[str, nnx.Module]]:
 
 
 def methods_of(cls: type) -> dict[str, Any]:
-    """`__call__` and the public methods a module class defines; `nnx.jit`-ed ones count too."""
+    """`__call__` and the public methods a module class defines; `nnx.jit`-ed ones count too.
+
+    Those that only move modules about, as a list's do, are no computation. What answers bit by bit
+    (a generator, a coroutine) is Python's, and what it calls meanwhile is quantized.
+    """
     base = set(dir(nnx.Module))
     found = {}
     for name, value in inspect.getmembers_static(cls):
         public = name == "__call__" or (not name.startswith("_") and name not in base)
         bindable = callable(value) and hasattr(type(value), "__get__")
         if public and bindable and not isinstance(value, type | staticmethod | classmethod):
-            found[name] = value
+            if value not in _MOVING and not _is_bit_by_bit(inspect.unwrap(value)):
+                found[name] = value
     return found
+
+
+_MOVING = [
+    value for kind in (nnx.List, nnx.Dict) for _, value in inspect.getmembers_static(kind, callable)
+]
+
+
+def _is_bit_by_bit(method: Any) -> bool:
+    kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+    return any(is_kind(method) for is_kind in kinds)
+
+
+_NO_ENTRIES = {_PATH, _PLACE, RNGS, UPDATE_OFF}
 
 
 def subclass(original: type, namespace: dict[str, Any]) -> type:
@@ -135,6 +155,10 @@ def subclass(original: type, namespace: dict[str, Any]) -> type:
         "__qualname__": original.__qualname__,
         "_unquantized_type": original,
     }
+    if issubclass(original, nnx.Dict):  # whose entries are its attributes
+        namespace["__iter__"] = lambda self: (
+            name for name in original.__iter__(self) if name not in _NO_ENTRIES
+        )
     return type(original)(original.__name__, (original,), namespace)
 
 
