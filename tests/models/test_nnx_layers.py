@@ -109,3 +109,17 @@ def test_a_method_that_moves_weights_is_refused(layers, method):
     near(quantized, model, x)
     model.b, quantized.b = model.a, quantized.a
     near(quantized, model, x)
+
+
+class Heads(nnx.Dict):
+    def __call__(self, x):
+        return sum(self[name](x) for name in self)
+
+
+def test_a_dict_that_is_called_tells_a_wrong_shape():
+    heads = Heads(a=nnx.Linear(8, 8, rngs=nnx.Rngs(0)), b=nnx.Linear(8, 8, rngs=nnx.Rngs(1)))
+    x = jnp.ones((2, 8))
+    quantized = fewbit.quantize_model(heads, LAYERED["ptq"], x)
+    near(quantized, heads, x)
+    with pytest.raises(TypeError, match="contracting dimensions"):
+        quantized(jnp.ones((2, 7)))

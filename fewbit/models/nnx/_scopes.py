@@ -185,6 +185,11 @@ def scoped_class(original: type) -> type:
     return subclass(original, {name: wrap(m) for name, m in methods_of(original).items()})
 
 
+@functools.lru_cache(maxsize=1024)
+def _unscoped_class(original: type) -> type:
+    return subclass(original, {}) if issubclass(original, nnx.Dict) else original
+
+
 def open_scopes(nodes: Iterable[Any], base: str, annotate: bool) -> list[tuple[nnx.Module, type]]:
     """Give a twin's modules their original classes, with scopes if `annotate`; returns the undo.
 
@@ -198,7 +203,7 @@ def open_scopes(nodes: Iterable[Any], base: str, annotate: bool) -> list[tuple[n
                 continue
             changed.append((module, type(module)))
             original = original_class(type(module))
-            set_class(module, scoped_class(original) if annotate else original)
+            set_class(module, (scoped_class if annotate else _unscoped_class)(original))
             if annotate:
                 whole = "/".join(part for part in (top, path) if part)
                 setattr(module, _attribute(module, _PATH), whole)
